@@ -1,0 +1,1 @@
+"""Speed and accuracy tables, each made by `python -m benchmarks NAME`."""

@@ -1,0 +1,306 @@
+"""Error of FP8 attention against float64, on made-up and on saved inputs.
+
+Errors are norm(out - reference) / norm(reference), the mean over seeds, causal, with
+float32 output. Kernel errors compare with float64 attention over the same FP8 inputs,
+quantized per tensor; end-to-end errors with float64 attention over the inputs before
+quantization. Exits with 1 if the kernel that `attention` takes misses its bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import zyfa_jax
+from zyfa_jax import _gradient, reference
+from zyfa_jax._attention import canonical
+
+from . import families
+
+HEAD_DIMS = ((128, 128), (192, 128))
+ROWS = {"all rows": slice(None), "last 64 rows": slice(-64, None)}
+
+MODELS: dict[reference.Probabilities, str] = {
+    "unit": "P in [0, 1]",
+    "exact row": "exact exp2, 2^8, running maximum",
+    "exact block": "exact exp2, block scale",
+    "linear": "exp-free, linear",
+    "quadratic": "exp-free, quadratic",
+}
+AITER = "P in [0, 1], bfloat16 out (AITER)"
+BASELINE = MODELS["exact row"]
+# None is what `attention` takes on this platform.
+KERNELS = {"kernel, linear": False, "kernel, quadratic": True, "kernel": None}
+
+BAR = "bar for the kernel"
+BAR_FACTOR = 1.2
+# The sink's few rows at the end are what a long context shows; (head dim, bar).
+SINK_BAR = (128, 0.0015)
+
+Options = dict[str, Any]
+# (name, options for q, for k, for v)
+OPTIONS: tuple[tuple[str, Options, Options, Options], ...] = (
+    (
+        "tensor",
+        {"granularity": "tensor"},
+        {"granularity": "tensor"},
+        {"granularity": "tensor"},
+    ),
+    ("head", {}, {}, {}),
+    (
+        "block of 128 tokens",
+        {"granularity": "block"},
+        {"granularity": "block"},
+        {"granularity": "block"},
+    ),
+    ("head, k centred", {}, {"center": True}, {}),
+    ("head, rotated", {"rotate": True}, {"rotate": True}, {}),
+    ("head, centred, rotated", {"rotate": True}, {"center": True, "rotate": True}, {}),
+    (
+        "block, k centred",
+        {"granularity": "block"},
+        {"granularity": "block", "center": True},
+        {"granularity": "block"},
+    ),
+    (
+        "block, centred, rotated",
+        {"granularity": "block", "rotate": True},
+        {"granularity": "block", "center": True, "rotate": True},
+        {"granularity": "block"},
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One input before quantization: q (S, H, D), k (S, K, D), v (S, K, Dv)."""
+
+    name: str
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    scale: float | None = None
+    window: int | None = None
+
+    @property
+    def options(self) -> Options:
+        return {"scale": self.scale, "window": self.window}
+
+
+Errors = dict[str, np.ndarray]
+"""A row of the table -> its error in each of ROWS."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--seeds", type=int, default=3, help="inputs of each family")
+    parser.add_argument(
+        "--families",
+        nargs="+",
+        choices=families.NAMES,
+        default=families.NAMES,
+        metavar="NAME",
+        help=f"of {', '.join(families.NAMES)}; all by default",
+    )
+    parser.add_argument(
+        "--cases",
+        type=Path,
+        metavar="PATH",
+        help="in place of the families, an .npz with q_<layer>, k_<layer>, v_<layer> "
+        "of shape (tokens, heads, dim), and scale_<layer>, window_<layer> where a "
+        "layer has its own",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    if args.cases is not None:
+        cases = list(load_cases(args.cases))
+        errors = _measure(console, {case.name: [case] for case in cases})
+        _print_kernel_errors(console, args.cases.name, errors)
+        _print_option_errors(console, args.cases.name, cases)
+        return 0
+    failures = []
+    for dims in HEAD_DIMS:
+        errors = _measure(
+            console,
+            {
+                name: [_family(name, args.tokens, dims, s) for s in range(args.seeds)]
+                for name in args.families
+            },
+        )
+        add_bar(errors, dims[0])
+        title = f"{args.tokens} tokens, head dim {dims[0]}/{dims[1]}"
+        _print_kernel_errors(console, title, errors)
+        failures += [f"{title}: {failure}" for failure in missed(errors)]
+    cases = [_family(name, args.tokens, HEAD_DIMS[0], 0) for name in args.families]
+    _print_option_errors(console, f"{args.tokens} tokens, head dim 128", cases)
+    for failure in failures:
+        console.print(failure, style="red")
+    return 1 if failures else 0
+
+
+def kernel_errors(case: Case) -> Errors:
+    quantized = [
+        zyfa_jax.quantize(x, granularity="tensor").detach()
+        for x in (case.q, case.k, case.v)
+    ]
+    q, k, v = (np.asarray(x.values) for x in quantized)
+    options = dict(case.options)
+    for name, x in zip("qkv", quantized, strict=True):
+        options[f"{name}_descale"] = np.asarray(x.descale)
+    exact, _ = reference.attention(q, k, v, **options)
+    errors = {}
+    for model, label in MODELS.items():
+        out, _ = reference.fp8_attention(q, k, v, probabilities=model, **options)
+        errors[label] = _errors(out, exact)
+        if model == "unit":
+            errors[AITER] = _errors(out.astype(jnp.bfloat16), exact)
+    for label, quadratic in KERNELS.items():
+        out = _fp8_kernel(*quantized, quadratic=quadratic, **case.options)
+        errors[label] = _errors(out, exact)
+    return errors
+
+
+def option_errors(case: Case) -> dict[str, float]:
+    """{quantize options: end-to-end error over all rows}."""
+    exact, _ = reference.attention(case.q, case.k, case.v, **case.options)
+    errors = {}
+    for name, *options in OPTIONS:
+        quantized = (
+            zyfa_jax.quantize(x, **o).detach()
+            for x, o in zip((case.q, case.k, case.v), options, strict=True)
+        )
+        out = _fp8_kernel(*quantized, quadratic=None, **case.options)
+        errors[name] = float(_errors(out, exact)[0])
+    return errors
+
+
+def add_bar(errors: dict[str, Errors], qk_dim: int) -> None:
+    """Adds the row BAR to the errors of each family."""
+    for name, rows in errors.items():
+        bar = BAR_FACTOR * rows[BASELINE]
+        if name == "sink" and qk_dim == SINK_BAR[0]:
+            bar[-1] = min(bar[-1], SINK_BAR[1])
+        rows[BAR] = bar
+
+
+def missed(errors: dict[str, Errors]) -> Iterator[str]:
+    """A sentence for each error of the kernel that is above its bar, or NaN."""
+    for name, rows in errors.items():
+        for where, error, bar in zip(ROWS, rows["kernel"], rows[BAR], strict=True):
+            if not error <= bar:
+                yield f"{name}, {where}: the kernel's {error:.5f} is above {bar:.5f}"
+
+
+def load_cases(path: Path) -> Iterator[Case]:
+    with np.load(path) as saved:
+        layers = [name.removeprefix("q_") for name in saved if name.startswith("q_")]
+        if not layers:
+            raise ValueError(f"{path} has no array named q_<layer>, only {list(saved)}")
+        for layer in sorted(layers, key=_natural):
+            q, k, v = (saved[f"{x}_{layer}"].astype(np.float32) for x in "qkv")
+            scale, window = (
+                saved[name].item() if (name := f"{x}_{layer}") in saved else None
+                for x in ("scale", "window")
+            )
+            yield Case(f"layer {layer}", q, k, v, scale, window)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(n or 0), text) for n, text in re.findall(r"(\d*)(\D*)", name)]
+
+
+def _family(name: str, tokens: int, dims: tuple[int, int], seed: int) -> Case:
+    qk_dim, v_dim = dims
+    return Case(
+        name, *families.make(name, tokens, qk_dim=qk_dim, v_dim=v_dim, seed=seed)
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("quadratic", "window"))
+def _fp8_kernel(q, k, v, *, quadratic, scale, window):
+    spec, operands = canonical(
+        q, k, v, scale=scale, window=window, out_dtype=jnp.float32
+    )
+    spec = dataclasses.replace(spec, quadratic=quadratic)
+    out_and_lse: Any = _gradient.attention(spec, operands)
+    return out_and_lse[0][0]
+
+
+def _errors(out: Any, exact: np.ndarray) -> np.ndarray:
+    out = np.asarray(out).astype(np.float64)
+    return np.array(
+        [
+            np.linalg.norm(out[rows] - exact[rows]) / np.linalg.norm(exact[rows])
+            for rows in ROWS.values()
+        ]
+    )
+
+
+def _measure(console: Console, groups: dict[str, Sequence[Case]]) -> dict[str, Errors]:
+    """{group: the mean errors of its cases}."""
+    means = {}
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("kernel errors", total=sum(map(len, groups.values())))
+        for name, cases in groups.items():
+            samples = []
+            for case in cases:
+                samples.append(kernel_errors(case))
+                progress.advance(task)
+            means[name] = {
+                row: np.mean([sample[row] for sample in samples], axis=0)
+                for row in samples[0]
+            }
+    return means
+
+
+def _print_kernel_errors(
+    console: Console, title: str, errors: dict[str, Errors]
+) -> None:
+    rows = dict.fromkeys(row for columns in errors.values() for row in columns)
+    for i, where in enumerate(ROWS):
+        table = _table(f"Kernel error, {title}, {where}", errors)
+        for row in rows:
+            table.add_row(
+                row, *(f"{columns[row][i]:.4f}" for columns in errors.values())
+            )
+        for label, base in (("AITER", AITER), ("running maximum", BASELINE)):
+            ratios = [c["kernel"][i] / c[base][i] for c in errors.values()]
+            table.add_row(f"kernel / {label}", *(f"{ratio:.3f}" for ratio in ratios))
+        console.print(table)
+
+
+def _print_option_errors(console: Console, title: str, cases: Sequence[Case]) -> None:
+    errors = []
+    with Progress(console=console, transient=True) as progress:
+        for case in progress.track(cases, description="options of quantize"):
+            errors.append(option_errors(case))
+    table = _table(
+        f"End-to-end error by options of quantize, {title}", [c.name for c in cases]
+    )
+    for name, *_ in OPTIONS:
+        table.add_row(name, *(f"{columns[name]:.4f}" for columns in errors))
+    console.print(table)
+
+
+def _table(title: str, columns) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table

@@ -1,0 +1,147 @@
+"""Speed of causal prefill on the CPU beside jax.nn and, where installed, torch.
+
+Batch 1, 8 query and 2 key/value heads, head dim 128. Medians in one process, the
+implementations taking turns. GFLOP/s count half of the score square.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import zyfa_jax
+from zyfa_jax._timing import interleaved_medians
+
+Q_HEADS, KV_HEADS, HEAD_DIM = 8, 2, 128
+
+# (implementation, baseline, the least ratio of their speeds).
+BARS = (
+    ("zyfa bfloat16", "jax.nn bfloat16", 20.0),
+    ("zyfa bfloat16", "torch bfloat16", 1.2),
+    ("zyfa float8", "zyfa bfloat16", 0.8),
+    ("zyfa float32", "torch float32", 1.0),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--cores", type=int, default=2, help="cores to run on")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="256 tokens, one repeat: only shows it runs",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    lengths, repeats = ([256], 1) if args.quick else (args.tokens, args.repeats)
+    cores = _keep_to_cores(args.cores)
+    jax.config.update("jax_platforms", "cpu")
+    console = Console()
+    console.print(_machine(cores))
+    for tokens in lengths:
+        calls = _zyfa_and_jax_calls(tokens) | _torch_calls(tokens, cores)
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task(f"{tokens} tokens", total=repeats + 1)
+            seconds = interleaved_medians(
+                calls, repeats, after_round=functools.partial(progress.advance, task)
+            )
+        _print_tables(console, tokens, seconds)
+    return 0
+
+
+def _keep_to_cores(cores: int) -> int:
+    """Keeps the process to so many cores, before XLA counts them for its threads."""
+    if not hasattr(os, "sched_setaffinity"):
+        return os.cpu_count() or 1
+    mine = sorted(os.sched_getaffinity(0))[:cores]
+    os.sched_setaffinity(0, mine)
+    return len(mine)
+
+
+def _machine(cores: int) -> str:
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    [cpu] = (backend for backend in zyfa_jax.backends() if backend.platform == "cpu")
+    return f"{model}, {cores} cores, jax {jax.__version__}; zyfa: {cpu.detail}"
+
+
+def _inputs(tokens: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [
+        rng.standard_normal((1, tokens, heads, HEAD_DIM), dtype=np.float32)
+        for heads in (Q_HEADS, KV_HEADS, KV_HEADS)
+    ]
+
+
+def _zyfa_and_jax_calls(tokens: int) -> dict[str, Callable[[], object]]:
+    attention = jax.jit(zyfa_jax.attention)
+    jax_nn = jax.jit(
+        functools.partial(
+            jax.nn.dot_product_attention, is_causal=True, implementation="xla"
+        )
+    )
+    f32 = [jnp.asarray(x) for x in _inputs(tokens)]
+    bf16 = [x.astype(jnp.bfloat16) for x in f32]
+    fp8 = [zyfa_jax.quantize(x).detach() for x in bf16]
+    return {
+        "zyfa bfloat16": functools.partial(attention, *bf16),
+        "zyfa float8": functools.partial(attention, *fp8),
+        "zyfa float32": functools.partial(attention, *f32),
+        "jax.nn bfloat16": functools.partial(jax_nn, *bf16),
+    }
+
+
+def _torch_calls(tokens: int, cores: int) -> dict[str, Callable[[], object]]:
+    try:
+        torch: Any = importlib.import_module("torch")
+    except ImportError:
+        return {}
+    torch.set_num_threads(cores)
+    f32 = [torch.from_numpy(x).transpose(1, 2).contiguous() for x in _inputs(tokens)]
+
+    def attention(dtype: Any) -> Callable[[], object]:
+        return functools.partial(
+            torch.nn.functional.scaled_dot_product_attention,
+            *(x.to(dtype) for x in f32),
+            is_causal=True,
+            enable_gqa=True,
+        )
+
+    return {
+        "torch bfloat16": attention(torch.bfloat16),
+        "torch float32": attention(torch.float32),
+    }
+
+
+def _print_tables(console: Console, tokens: int, seconds: dict[str, float]) -> None:
+    flops = 4 * Q_HEADS * HEAD_DIM * tokens**2 / 2
+    speeds = Table("implementation", "median ms", "GFLOP/s", title=f"{tokens} tokens")
+    for name, median in seconds.items():
+        speeds.add_row(name, f"{median * 1e3:.2f}", f"{flops / median / 1e9:.0f}")
+    console.print(speeds)
+    ratios = Table("speed of", "over", "ratio", "bar at 4096 tokens")
+    for name, other, bar in BARS:
+        if other in seconds:
+            ratio = seconds[other] / seconds[name]
+            ratios.add_row(name, other, f"{ratio:.2f}", f"{bar:.1f}")
+    console.print(ratios)

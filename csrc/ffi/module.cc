@@ -1,0 +1,109 @@
+// The extension module zyfa_jax._ext.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "csrc/cpu/dispatch.h"
+#include "csrc/ffi/cpu_handler.h"
+#include "csrc/numerics/online_softmax.h"
+
+namespace nb = nanobind;
+
+namespace zyfa {
+namespace {
+
+std::vector<std::string> Names(const std::vector<const cpu::Target*>& targets) {
+  std::vector<std::string> names;
+  for (const cpu::Target* target : targets) names.push_back(target->name);
+  return names;
+}
+
+const cpu::Target& UsableTarget(const std::string& name) {
+  if (const cpu::Target* target = cpu::FindTarget(name)) return *target;
+  std::string message = "CPU targets usable here are";
+  for (const std::string& usable : Names(cpu::UsableTargets())) {
+    message += " '" + usable + "'";
+  }
+  throw nb::value_error((message + ", got '" + name + "'").c_str());
+}
+
+void ForceCpuTarget(const std::optional<std::string>& name) {
+  cpu::ForceTarget(name ? &UsableTarget(*name) : nullptr);
+}
+
+nb::dict Registrations() {
+  nb::dict handlers;
+  handlers["zyfa_attention"] =
+      nb::capsule(reinterpret_cast<void*>(CpuAttention));
+  return handlers;
+}
+
+template <class T>
+using Vector = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Matrix = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using NewArray = nb::ndarray<nb::numpy, T>;
+
+template <class T>
+NewArray<T> MakeArray(std::initializer_list<size_t> shape) {
+  size_t count = 1;
+  for (size_t dim : shape) count *= dim;
+  T* data = new T[count > 0 ? count : 1]();
+  const nb::capsule owner(
+      data, [](void* array) noexcept { delete[] static_cast<T*>(array); });
+  return NewArray<T>(data, shape, owner);
+}
+
+auto Fp8SoftmaxBlock(const std::string& target, const Matrix<float>& acc,
+                     const Matrix<bool>& visible, const Vector<float>& factor,
+                     const Vector<float>& running_max, bool quadratic) {
+  const size_t rows = acc.shape(0);
+  const size_t keys = acc.shape(1);
+  if (keys > numerics::kKeyBlock || visible.shape(0) != rows ||
+      visible.shape(1) != keys || factor.shape(0) != rows ||
+      running_max.shape(0) != rows) {
+    throw nb::value_error(
+        "fp8_softmax_block takes acc and visible (rows, keys <= 128), factor "
+        "and running_max (rows,)");
+  }
+  auto codes = MakeArray<uint8_t>({rows, keys});
+  auto shift = MakeArray<int32_t>({rows});
+  auto new_max = MakeArray<float>({rows});
+  auto row_sum = MakeArray<float>({rows});
+  cpu::RunFp8SoftmaxBlock(
+      UsableTarget(target),
+      {acc.data(), visible.data(), factor.data(), running_max.data(), quadratic,
+       static_cast<int64_t>(rows), static_cast<int64_t>(keys), codes.data(),
+       shift.data(), new_max.data(), row_sum.data()});
+  return nb::make_tuple(codes, shift, new_max, row_sum);
+}
+
+}  // namespace
+}  // namespace zyfa
+
+NB_MODULE(_ext, module) {
+  using namespace zyfa;  // NOLINT(build/namespaces)
+
+  module.def("registrations", &Registrations);
+  module.def("cpu_targets", [] { return Names(cpu::UsableTargets()); });
+  module.def("compiled_cpu_targets",
+             [] { return Names(cpu::CompiledTargets()); });
+  module.def("force_cpu_target", &ForceCpuTarget, nb::arg("name").none());
+  module.def("fp8_softmax_block", &Fp8SoftmaxBlock, nb::arg("target"),
+             nb::arg("acc"), nb::arg("visible"), nb::arg("factor"),
+             nb::arg("running_max"), nb::arg("quadratic"));
+
+  if (const char* name = std::getenv("ZYFA_JAX_CPU_TARGET")) {
+    if (*name != '\0') ForceCpuTarget(name);
+  }
+}

@@ -1,0 +1,73 @@
+// Which keys a query sees, and which key blocks a tile of queries therefore
+// visits. Positions are 64 bits: the offset may be any int32.
+
+#ifndef ZYFA_NUMERICS_VISIBILITY_H_
+#define ZYFA_NUMERICS_VISIBILITY_H_
+
+#include <cstdint>
+
+namespace zyfa::numerics {
+
+// Keys [begin, end); empty ranges are {0, 0}.
+struct KeyRange {
+  int64_t begin;
+  int64_t end;
+};
+
+static constexpr bool IsEmpty(KeyRange range) {
+  return range.begin >= range.end;
+}
+
+// The static part of the mask. A bound below zero means unbounded; causal
+// attention has right == 0.
+struct Window {
+  int64_t left;
+  int64_t right;
+};
+
+// The per-batch part of the mask.
+struct Extent {
+  int64_t q_offset;   // position of query 0 on the keys' axis
+  int64_t q_length;   // queries beyond it see nothing
+  int64_t kv_length;  // keys beyond it are seen by nobody
+};
+
+static constexpr int64_t Clamp(int64_t x, int64_t low, int64_t high) {
+  return x < low ? low : x > high ? high : x;
+}
+
+static constexpr KeyRange VisibleKeys(Window window, Extent extent,
+                                      int64_t query) {
+  if (query >= extent.q_length) return {0, 0};
+  const int64_t position = query + extent.q_offset;
+  const int64_t begin =
+      window.left < 0 ? 0
+                      : Clamp(position - window.left, 0, extent.kv_length);
+  const int64_t end =
+      window.right < 0
+          ? extent.kv_length
+          : Clamp(position + window.right + 1, 0, extent.kv_length);
+  return begin < end ? KeyRange{begin, end} : KeyRange{0, 0};
+}
+
+// The smallest range that holds both.
+static constexpr KeyRange Union(KeyRange a, KeyRange b) {
+  if (IsEmpty(a)) return b;
+  if (IsEmpty(b)) return a;
+  return {a.begin < b.begin ? a.begin : b.begin, a.end > b.end ? a.end : b.end};
+}
+
+// The part of `range` inside [origin, origin + size), relative to `origin`.
+static constexpr KeyRange Within(KeyRange range, int64_t origin, int64_t size) {
+  const int64_t begin = Clamp(range.begin - origin, 0, size);
+  const int64_t end = Clamp(range.end - origin, 0, size);
+  return begin < end ? KeyRange{begin, end} : KeyRange{0, 0};
+}
+
+static_assert(VisibleKeys({-1, 0}, {0, 4, 4}, 2).end == 3);
+static_assert(VisibleKeys({1, 0}, {2, 4, 4}, 1).begin == 2);
+static_assert(IsEmpty(VisibleKeys({-1, 0}, {-3, 4, 4}, 2)));
+
+}  // namespace zyfa::numerics
+
+#endif  // ZYFA_NUMERICS_VISIBILITY_H_

@@ -1,0 +1,242 @@
+"""Which path a call takes, and how one is told."""
+
+import dataclasses
+import functools
+import logging
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from _oracle import FP8, assert_near_oracle, make
+
+import zyfa_jax
+from zyfa_jax import _ffi, attention
+
+EXTENSION = _ffi.load()
+needs_kernel = pytest.mark.skipif(
+    EXTENSION is None, reason="the compiled extension is not here"
+)
+TARGETS = [] if EXTENSION is None else EXTENSION.cpu_targets()
+
+
+def platform(name):
+    return next(x for x in zyfa_jax.backends() if x.platform == name)
+
+
+def lowered(platform, *, tokens=(20, 33), dims=(16, 24), **options):
+    call = jax.jit(functools.partial(attention, **options))
+    traced = call.trace(*make(tokens=tokens, dims=dims))
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_backends_are_the_three_platforms():
+    backends = zyfa_jax.backends()
+    assert [x.platform for x in backends] == ["cpu", "rocm", "cuda"]
+    for backend in backends:
+        assert isinstance(backend, zyfa_jax.Backend)
+        assert bool(backend.targets) == backend.kernel
+        assert backend.detail
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            backend.kernel = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_presence_is_what_jax_says():
+    for backend in zyfa_jax.backends():
+        present = any(x.platform == backend.platform for x in jax.devices())
+        if backend.platform == "cpu":
+            assert backend.present
+        elif jax.default_backend() == "cpu":
+            assert backend.present == present
+
+
+def test_a_platform_without_a_kernel_names_the_remedy():
+    for backend in zyfa_jax.backends():
+        if not backend.kernel:
+            assert backend.detail.startswith("no kernel: ")
+            assert any(x in backend.detail for x in ("reinstall", "blockwise path"))
+
+
+@needs_kernel
+def test_the_cpu_kernel_names_its_instruction_sets():
+    cpu = platform("cpu")
+    assert cpu.kernel
+    assert cpu.targets == tuple(TARGETS)
+    assert cpu.targets[-1] == "portable"
+    assert cpu.targets[0] in cpu.detail
+
+
+def test_without_the_extension_the_plain_path_is_right_and_said(monkeypatch, caplog):
+    load_module = _ffi.importlib.import_module
+
+    def missing(name, *rest):
+        if name == "zyfa_jax._ext":
+            raise ImportError(f"no module named {name}")
+        return load_module(name, *rest)
+
+    monkeypatch.setattr(_ffi, "load", _ffi.load.__wrapped__)
+    monkeypatch.setattr(_ffi.importlib, "import_module", missing)
+    cpu = platform("cpu")
+    assert not cpu.kernel
+    assert "reinstall" in cpu.detail
+    inputs = make(tokens=(21, 34))
+    with caplog.at_level(logging.WARNING, "zyfa_jax"):
+        got = jax.jit(functools.partial(attention, return_lse=True))(*inputs)
+    assert_near_oracle(got, inputs)
+    assert "the compiled extension did not load" in caplog.text
+    with pytest.raises(NotImplementedError, match=r"'cpu'.*no kernel.*backends\(\)"):
+        lowered("cpu", implementation="cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "path"),
+    [
+        ({"implementation": "reference"}, "blockwise path"),
+        ({"dims": (20, 24)}, "blockwise path"),
+        ({"dims": (16, 264)}, "blockwise path"),
+        pytest.param({}, "kernel", marks=needs_kernel),
+        pytest.param({"implementation": "cpu"}, "kernel", marks=needs_kernel),
+    ],
+)
+def test_the_debug_log_names_the_path(options, path, caplog):
+    with caplog.at_level(logging.DEBUG, "zyfa_jax"):
+        text = lowered("cpu", **options)
+    assert f"attention on cpu: {path}" in caplog.text
+    other = "kernel," if path == "blockwise path" else "blockwise path"
+    assert other not in caplog.text
+    assert (_ffi.TARGET in text.replace("jit_zyfa_attention", "")) == (path == "kernel")
+
+
+@pytest.mark.parametrize("implementation", ["rocm", "cuda", None])
+def test_lowering_for_a_platform_that_is_not_here(implementation):
+    for name in ("rocm", "cuda"):
+        if implementation in (None, name):
+            text = lowered(name, implementation=implementation)
+            assert f"@{_ffi.TARGET}(" in text
+        else:
+            with pytest.raises(NotImplementedError, match=f"{implementation}.*{name}"):
+                lowered(name, implementation=implementation)
+
+
+@pytest.mark.parametrize("name", ["rocm", "cuda", "cpu"])
+def test_the_custom_call_says_the_window(name):
+    if name == "cpu" and EXTENSION is None:
+        pytest.skip("the compiled extension is not here")
+    text = lowered(name, window=(11, None), causal=False)
+    assert "window_left = 11 : i64" in text
+    assert "window_right = -1 : i64" in text
+    assert "window_right = 0 : i64" in lowered(name)
+
+
+def test_reference_is_plain_on_every_platform():
+    for name in ("cpu", "rocm", "cuda"):
+        text = lowered(name, implementation="reference")
+        assert f"@{_ffi.TARGET}(" not in text
+
+
+def test_other_head_dims_are_plain_on_every_platform():
+    for name in ("rocm", "cuda"):
+        assert f"@{_ffi.TARGET}(" not in lowered(name, dims=(20, 24))
+        with pytest.raises(NotImplementedError, match="not 20 and 24"):
+            lowered(name, dims=(20, 24), implementation=name)
+
+
+def test_a_platform_unknown_to_us_takes_the_plain_path():
+    assert f"@{_ffi.TARGET}(" not in lowered("tpu")
+    with pytest.raises(NotImplementedError, match=r"'cpu'.*without a kernel"):
+        lowered("tpu", implementation="cpu")
+
+
+@pytest.fixture
+def forced():
+    """Forces a CPU target for one test."""
+    assert EXTENSION is not None
+    yield EXTENSION.force_cpu_target
+    EXTENSION.force_cpu_target(None)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "fp8"])
+def test_every_instruction_set_is_right(target, dtype, forced):
+    forced(target)
+    options = {}
+    if dtype == "fp8":
+        dtype = FP8
+        options = {f"{name}_descale": 0.75 for name in "qkv"}
+    for tokens, dims in (((140, 261), (40, 24)), ((3, 130), (128, 128))):
+        inputs = make(tokens=tokens, dims=dims, dtype=dtype)
+        got = attention(*inputs, window=(150, None), return_lse=True, **options)
+        assert_near_oracle(got, inputs, window=(150, None), **options)
+
+
+@needs_kernel
+def test_an_unknown_instruction_set_is_refused(forced):
+    with pytest.raises(ValueError, match="mmx"):
+        forced("mmx")
+
+
+# The sums' order differs between instruction sets, and so do the last bits.
+DIGEST = """
+import hashlib
+import numpy as np
+from zyfa_jax import attention
+q, k, v = np.random.default_rng(0).standard_normal((3, 300, 2, 64)).astype(np.float32)
+digest = hashlib.sha256(np.asarray(attention(q, k, v)).tobytes()).hexdigest()
+"""
+
+
+def run_with_target(target):
+    return subprocess.run(
+        [sys.executable, "-c", DIGEST + "print(digest)"],
+        env={**os.environ, "ZYFA_JAX_CPU_TARGET": target},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@needs_kernel
+def test_the_environment_chooses_the_instruction_set(forced):
+    chosen, digests = {}, {}
+    for target in TARGETS:
+        done = run_with_target(target)
+        assert done.returncode == 0, done.stderr
+        chosen[target] = done.stdout.strip()
+        forced(target)
+        scope = {}
+        exec(DIGEST, scope)
+        digests[target] = scope["digest"]
+    assert chosen == digests
+    assert len(set(digests.values())) > 1 or len(TARGETS) == 1
+
+
+@needs_kernel
+def test_an_unknown_instruction_set_in_the_environment_is_said():
+    done = run_with_target("mmx")
+    assert "mmx" in done.stdout + done.stderr
+
+
+@needs_kernel
+def test_the_handler_refuses_what_it_cannot_take():
+    """A direct FFI call with wrong shapes is an error of JAX's, not a crash."""
+    q, k, v = make(dims=(20, 20))
+    ones, ints = np.ones((2, 4, 1), np.float32), np.zeros(2, np.int32)
+    results = (
+        jax.ShapeDtypeStruct((2, 20, 4, 20), np.float32),
+        jax.ShapeDtypeStruct((2, 4, 20), np.float32),
+    )
+    attributes = {
+        name: np.int64(0)
+        for name in ("window_left", "window_right", "q_block", "kv_block")
+    }
+    call = jax.ffi.ffi_call(_ffi.TARGET, results)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"INVALID_ARGUMENT.*20"):
+        jax.block_until_ready(
+            call(
+                *(q, k, v, ones, ones[:, :2], ones[:, :2], ints, ints, ints),
+                quadratic=np.bool_(False),
+                **attributes,
+            )
+        )

@@ -1,0 +1,173 @@
+"""The rules of shapes and arguments, which neither trace nor run."""
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import pytest
+from _oracle import BF16, F16, F32, FP8
+
+from zyfa_jax import _spec
+from zyfa_jax._spec import AttentionSpec
+
+Q, K, V = (2, 5, 4, 16), (2, 7, 2, 16), (2, 7, 2, 24)
+
+
+def check(q=Q, k=K, v=V, dtypes=(F32, F32, F32)):
+    _spec.check_operands((q, k, v), dtypes)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, FP8], ids=str)
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        (Q, K, V),
+        (Q[1:], K[1:], V[1:]),
+        ((0, 5, 4, 16), (0, 7, 2, 16), (0, 7, 2, 24)),
+        ((2, 0, 4, 16), K, V),
+        (Q, (2, 0, 2, 16), (2, 0, 2, 24)),
+        ((2, 5, 2, 300), (2, 7, 1, 300), (2, 7, 1, 1)),
+    ],
+)
+def test_operands_that_go_together(shapes, dtype):
+    check(*shapes, dtypes=(dtype,) * 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": Q[1:]}, "one rank"),
+        ({"q": (3, *Q[1:])}, "one batch size"),
+        ({"v": (2, 8, 2, 24)}, "as many tokens"),
+        ({"v": (2, 7, 1, 24)}, "as many heads"),
+        ({"q": (2, 5, 3, 16)}, "not 3 query and 2 key/value heads"),
+        ({"q": (2, 5, 4, 8)}, "one head dim, not 8 and 16"),
+        ({"v": (2, 7, 2, 0)}, "head dims of at least 1"),
+        ({"dtypes": (F32, F32, F16)}, "one dtype, got float32, float32, float16"),
+        ({"dtypes": (np.dtype(np.int8),) * 3}, "but q is int8"),
+        ({"dtypes": (F32, F32, np.dtype(ml_dtypes.float8_e4m3fnuz))}, "v is .*fnuz:"),
+    ],
+)
+def test_operands_that_do_not(changes, message):
+    with pytest.raises(ValueError, match=message):
+        check(**changes)
+
+
+def test_every_shape_error_shows_the_shapes():
+    for changes in ({"q": Q[1:]}, {"v": (2, 8, 2, 24)}, {"q": (2, 5, 3, 16)}):
+        shapes = {"q": Q, "k": K, "v": V, **changes}
+        with pytest.raises(ValueError, match="got") as raised:
+            check(**changes)
+        for name, shape in shapes.items():
+            assert f"{name} {shape}" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("window", "causal", "expected"),
+    [
+        (None, False, (None, None)),
+        (None, True, (None, 0)),
+        (3, False, (3, 3)),
+        (3, True, (3, 0)),
+        (0, False, (0, 0)),
+        (-1, False, (None, None)),
+        (np.int32(4), True, (4, 0)),
+        ((2, 5), False, (2, 5)),
+        ([2, 5], True, (2, 0)),
+        ((None, 1), False, (None, 1)),
+        ((1, -1), False, (1, None)),
+        ((-1, None), True, (None, 0)),
+    ],
+)
+def test_window(window, causal, expected):
+    assert _spec.canonical_window(window, causal) == expected
+
+
+def test_a_window_wider_than_any_position_fits_the_kernels_attribute():
+    left, right = _spec.canonical_window((2**70, 2**70), False)
+    # Positions and keys are int32, so that 2**33 apart is further than they can be.
+    for side in (left, right):
+        assert side is None or 2**32 <= side < 2**63
+
+
+@pytest.mark.parametrize(
+    "window",
+    [-2, 1.0, True, (1,), (1, 2, 3), (1, -2), (False, 1), "12", {}, {1, 2}, object()],
+    ids=str,
+)
+def test_not_a_window(window):
+    with pytest.raises(ValueError, match="takes window=None, a number of tokens, or"):
+        _spec.canonical_window(window, False)
+
+
+@pytest.mark.parametrize("causal", [0, 1, None, "yes", np.int32(1)])
+def test_causal_is_a_bool(causal):
+    with pytest.raises(ValueError, match="causal=True or False, not"):
+        _spec.canonical_window(None, causal)
+    assert _spec.canonical_window(None, np.bool_(True)) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("check", "good", "bad"),
+    [
+        (lambda x: _spec.check_lengths("kv_lengths", x, 7), [0, 7], [0, 8]),
+        (lambda x: _spec.check_lengths("kv_lengths", x, 7), [], [-1]),
+        (lambda x: _spec.check_integer("q_offset", x), [-(2**31), 2**31 - 1], [2**31]),
+        (lambda x: _spec.check_integer("q_offset", x), [], [0, -(2**31) - 1]),
+        (lambda x: _spec.check_descale("k_descale", x), [0.0, 3e38], [1.0, -1e-9]),
+        (lambda x: _spec.check_descale("k_descale", x), [], [np.nan, 1.0]),
+        (lambda x: _spec.check_descale("k_descale", x), [-0.0], [np.inf]),
+    ],
+)
+def test_numbers_known_when_tracing(check, good, bad):
+    check(np.asarray(good))
+    with pytest.raises(ValueError, match=r"(kv_lengths|q_offset|k_descale).*got"):
+        check(np.asarray(bad))
+
+
+@pytest.mark.parametrize("dim", range(1, 300))
+def test_the_kernels_take_head_dims_by_eight_up_to_256(dim):
+    expected = dim in range(8, 257, 8)
+    assert _spec.kernel_takes((1, 1, 1, dim), (1, 1, 1, 128)) == expected
+    assert _spec.kernel_takes((1, 1, 1, 128), (1, 1, 1, dim)) == expected
+
+
+def test_defaults():
+    assert _spec.default_scale(16) == 0.25
+    assert [_spec.default_out_dtype(x) for x in (F32, F16, BF16, FP8)] == [
+        F32,
+        F16,
+        BF16,
+        BF16,
+    ]
+
+
+def test_spec_is_a_key():
+    spec = AttentionSpec((None, 0), F32)
+    assert spec == AttentionSpec((None, 0), F32)
+    assert hash(spec) == hash(AttentionSpec((None, 0), F32))
+    for change in (
+        {"window": (1, 0)},
+        {"out_dtype": F16},
+        {"kv_block": 128},
+        {"q_offset": 0},
+        {"quadratic": True},
+        {"implementation": "cpu"},
+    ):
+        assert dataclasses.replace(spec, **change) != spec
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        spec.q_block = 128  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"implementation": "gpu"}, r"one of .*'rocm'.*not 'gpu'"),
+        ({"implementation": ""}, r"one of .*not ''"),
+        ({"out_dtype": FP8}, "bfloat16, float16, float32, not float8_e4m3fn"),
+        ({"out_dtype": np.dtype(np.float64)}, "float32, not float64"),
+    ],
+)
+def test_spec_refuses(change, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionSpec(**{"window": (None, None), "out_dtype": F32, **change})

@@ -1,0 +1,400 @@
+"""The primitive: one rule for each thing that JAX does to a call.
+
+The canonical call has nine operands and two results:
+
+  q (B, T, H, D), k (b, S, K, D), v (b, S, K, E)    one of bf16, f16, f32, e4m3fn
+  q_scale (B, H, nq), k_scale (b, K, nk), v_scale (b, K, nk)             float32
+  q_offset (B,), q_lengths (B,), kv_lengths (B,)                         int32
+  -> out (B, T, H, E), lse (B, H, T) float32, natural logarithm
+
+B is a multiple of b and H of K: query batch i reads key/value batch i // (B / b), as
+query head h reads key/value head h // (H / K). A logit is dot(q, k) * q_scale *
+k_scale; a value is v * v_scale. Query i stands at position i + q_offset and sees the
+keys of `AttentionSpec.window` around it that lie below kv_lengths; a query at or past
+q_lengths, or one that sees no key, gives zeros and lse = -inf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from . import _blockwise, _compat, _ffi, _spec
+from ._spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+attention_p = Primitive("zyfa_attention")
+attention_p.multiple_results = True
+_compat.lower_with_devices(attention_p)
+
+
+def export_safety_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """The checks to hand to `jax.export.export(disabled_checks=...)`.
+
+    JAX refuses to export custom calls whose stability it does not know; ours keep
+    their name and attributes within a minor version.
+    """
+    return [jax.export.DisabledSafetyCheck.custom_call(_ffi.TARGET)]
+
+
+@attention_p.def_impl
+def _impl(*operands: Array, spec: AttentionSpec) -> Sequence[Array]:
+    return _jitted(*operands, spec=spec)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _jitted(*operands: Array, spec: AttentionSpec) -> Sequence[Array]:
+    return attention_p.bind(*operands, spec=spec)
+
+
+@attention_p.def_abstract_eval
+def _shapes(
+    q: ShapedArray,
+    k: ShapedArray,
+    v: ShapedArray,
+    *_: ShapedArray,
+    spec: AttentionSpec,
+) -> tuple[ShapedArray, ShapedArray]:
+    """Results keep the queries' mesh axes: those they are sharded or vary over."""
+    del k
+    batch, tokens, heads, _ = q.shape
+    b_axes, t_axes, h_axes, _ = _dims(q.sharding, 4)
+    mesh = q.sharding.mesh
+    out = q.update(
+        shape=(batch, tokens, heads, v.shape[-1]),
+        dtype=spec.out_dtype,
+        sharding=NamedSharding(mesh, PartitionSpec(b_axes, t_axes, h_axes, None)),
+    )
+    lse = q.update(
+        shape=(batch, heads, tokens),
+        dtype=np.dtype(np.float32),
+        sharding=NamedSharding(mesh, PartitionSpec(b_axes, h_axes, t_axes)),
+    )
+    return out, lse
+
+
+def _batch(
+    axis_data: Any,
+    operands: Sequence[Array],
+    dims: Sequence[int | None],
+    *,
+    spec: AttentionSpec,
+) -> tuple[Sequence[Array], tuple[int, int]]:
+    """Folds the mapped axis into the batch.
+
+    Where keys and values are not mapped they stay as they are: the axis goes inside
+    the query batch, whose members then share them. Otherwise it goes in front of both.
+    """
+    shares_kv = all(dims[i] is None for i in (1, 2, 4, 5))
+    where = 1 if shares_kv else 0
+    kv_operands = (1, 2, 4, 5) if shares_kv else ()
+
+    def fold(x: Array, dim: int | None) -> Array:
+        if dim is None:
+            x = jnp.broadcast_to(
+                jnp.expand_dims(x, where),
+                (*x.shape[:where], axis_data.size, *x.shape[where:]),
+            )
+        else:
+            x = jnp.moveaxis(x, dim, where)
+        x = _constrain(x, where, axis_data.spmd_name)
+        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+    folded = [
+        x if i in kv_operands else fold(x, dim)
+        for i, (x, dim) in enumerate(zip(operands, dims, strict=True))
+    ]
+    results = attention_p.bind(*folded, spec=spec)
+    size = axis_data.size
+    unfolded = []
+    for x in results:
+        batch = x.shape[0] // size if size else 0
+        lead = (batch, size) if shares_kv else (size, batch)
+        x = x.reshape(*lead, *x.shape[1:])
+        unfolded.append(_constrain(x, where, axis_data.spmd_name))
+    return unfolded, (where, where)
+
+
+batching.fancy_primitive_batchers[attention_p] = _batch
+
+
+def _constrain(x: Array, dim: int, names: Any) -> Array:
+    """Keeps a mapped axis on the mesh axes that vmap's spmd_axis_name gives it."""
+    if not set(names or ()) <= set(jax.sharding.get_abstract_mesh().auto_axes):
+        return x
+    if not names:
+        return x
+    spec = [PartitionSpec.UNCONSTRAINED] * x.ndim
+    spec[dim] = names
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
+def _lower(
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    spec: AttentionSpec,
+    platform: str | None,
+) -> Any:
+    """The custom call, the blockwise path, or either of them on shards."""
+    if spec.implementation not in (None, "reference", platform):
+        raise NotImplementedError(
+            f"attention(implementation={spec.implementation!r}) was lowered for "
+            f"{platform or 'a platform without a kernel'}: it takes None, 'reference' "
+            f"or the platform's own name there"
+        )
+    if _is_partitioned(ctx.module_context.axis_context):
+        if ctx.module_context.lowering_parameters.for_export:
+            raise NotImplementedError(
+                "attention under jit with sharded inputs cannot be exported, since "
+                "the compiler calls back to split it; shard it by jax.shard_map, "
+                "which can"
+            )
+        lower = _partitioned(spec)
+        return mlir.lower_fun(lower, multiple_results=True)(ctx, *operands)
+    q, _, v = ctx.avals_in[:3]
+    if not _takes_kernel(spec, platform, q.shape, v.shape):
+        _ffi.logger.debug("attention on %s: blockwise path, %s", platform, q.shape)
+        forward = functools.partial(_blockwise.forward, spec=spec)
+        with _compat.without_mesh():
+            return mlir.lower_fun(forward, multiple_results=True)(ctx, *operands)
+    _ffi.logger.debug("attention on %s: kernel, %s", platform, q.shape)
+    left, right = (-1 if side is None else side for side in spec.window)
+    quadratic = platform == "cpu" if spec.quadratic is None else spec.quadratic
+    return jax.ffi.ffi_lowering(_ffi.TARGET)(
+        ctx,
+        *operands,
+        window_left=np.int64(left),
+        window_right=np.int64(right),
+        q_block=np.int64(spec.q_block),
+        kv_block=np.int64(spec.kv_block),
+        quadratic=np.bool_(quadratic),
+    )
+
+
+mlir.register_lowering(attention_p, functools.partial(_lower, platform=None))
+for _platform in ("cpu", "rocm", "cuda"):
+    mlir.register_lowering(
+        attention_p, functools.partial(_lower, platform=_platform), _platform
+    )
+
+
+def _takes_kernel(
+    spec: AttentionSpec,
+    platform: str | None,
+    q_shape: tuple[Any, ...],
+    v_shape: tuple[Any, ...],
+) -> bool:
+    """Whether the call becomes a custom call.
+
+    For a platform that this process has no device of, lowering is for another
+    machine, and the custom call's handler is that machine's.
+    """
+    if platform is None or spec.implementation == "reference":
+        return False
+    if not _spec.kernel_takes(q_shape, v_shape):
+        if spec.implementation is not None:
+            raise NotImplementedError(
+                f"attention(implementation={spec.implementation!r}) takes head dims "
+                f"that are multiples of 8 up to 256, not {q_shape[-1]} and "
+                f"{v_shape[-1]}; implementation=None takes any"
+            )
+        return False
+    if _ffi.has_kernel(platform):
+        return True
+    if _ffi.is_present(platform):
+        if spec.implementation is not None:
+            raise NotImplementedError(
+                f"attention(implementation={spec.implementation!r}): no kernel was "
+                f"built for {platform}; zyfa_jax.backends() says what is and the remedy"
+            )
+        return False
+    return True
+
+
+def _is_partitioned(axis_context: Any) -> bool:
+    """Whether the compiler splits this computation over devices all by itself.
+
+    Under a shard_map over some axes of a mesh it does so over the others; there the
+    call is left whole, and the compiler gathers what is sharded over those.
+    """
+    return isinstance(axis_context, mlir.ShardingContext) and (
+        axis_context.num_devices > 1
+    )
+
+
+@functools.cache
+def _partitioned(spec: AttentionSpec) -> custom_partitioning:
+    """The call with batch and heads left where they are sharded.
+
+    Any other sharded axis (tokens, head dim, descale blocks) is gathered first, by
+    the compiler: every query needs all of them.
+    """
+
+    @custom_partitioning
+    def call(*operands: Array) -> tuple[Array, ...]:
+        return tuple(attention_p.bind(*operands, spec=spec))
+
+    call.def_partition(
+        partition=functools.partial(_partition, spec),
+        sharding_rule=_sharding_rule,
+        decode_shardings=False,
+    )
+    return call
+
+
+def _sharding_rule(
+    mesh: Mesh, operands: Any, results: Any
+) -> tuple[str, dict[str, int]]:
+    """Batch and head factors in einsum notation, for Shardy's propagation.
+
+    Query heads are key/value heads times the query heads of each: (h g), and query
+    batches likewise (b r).
+    """
+    del mesh, results
+    batch, _, heads, _ = operands[0].shape
+    kv_batch, _, kv_heads, _ = operands[1].shape
+    sizes: dict[str, int] = {}
+
+    def factors(outer: str, inner: str, whole: int, shared: int) -> tuple[str, str]:
+        if whole == shared:
+            return outer, outer
+        if shared == 1:
+            return inner, f"{outer}_one"
+        sizes[inner] = whole // shared
+        return f"({outer} {inner})", outer
+
+    b, kv_b = factors("b", "r", batch, kv_batch)
+    h, kv_h = factors("h", "g", heads, kv_heads)
+    rule = (
+        f"{b} t {h} d, {kv_b} s {kv_h} d, {kv_b} s {kv_h} e, {b} {h} m, {kv_b} {kv_h} "
+        f"n, {kv_b} {kv_h} n, {b}, {b}, {b} -> {b} t {h} e, {b} {h} t"
+    )
+    return rule, sizes
+
+
+def _partition(
+    spec: AttentionSpec, mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]
+) -> tuple[Mesh, Any, Any, Any]:
+    """What each device computes: its own batch rows and query heads.
+
+    Key/value heads go with the query heads that read them. Where a mesh splits query
+    heads more finely than there are key/value heads, several devices hold the same
+    one, or all of them and pick theirs.
+    """
+    q, k = operands[:2]
+    out_axes = _compat.mesh_axes(results[0].sharding, mesh, 4)
+    q_axes = _compat.mesh_axes(q.sharding, mesh, 4)
+    batch = _split(mesh, out_axes[0] or q_axes[0], q.shape[0], k.shape[0])
+    heads = _split(mesh, out_axes[2] or q_axes[2], q.shape[2], k.shape[2])
+
+    def place(*axes: Any) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    q_place = place(batch.axes, None, heads.axes, None)
+    q_rows, ints = place(batch.axes, heads.axes, None), place(batch.axes)
+    placed = []
+    picks = []
+    for x, head_dim in zip(operands[1:6], (2, 2, None, 1, 1), strict=True):
+        if head_dim is None:
+            placed.append(q_rows)
+            picks.append(lambda x: x)
+        elif _is_aligned(x, head_dim, q, q_place):
+            placed.append(x.sharding)
+            picks.append(lambda x: x)
+        else:
+            axes: list[Any] = [batch.kv_axes, *[None] * (len(x.shape) - 1)]
+            axes[head_dim] = heads.kv_axes
+            placed.append(place(*axes))
+            picks.append(
+                lambda x, head_dim=head_dim: heads.pick(batch.pick(x, 0), head_dim)
+            )
+
+    def shard(q: Array, *rest: Array) -> tuple[Array, ...]:
+        with _compat.without_mesh():
+            picked = [pick(x) for pick, x in zip(picks, rest, strict=False)]
+            results = attention_p.bind(q, *picked, *rest[len(picks) :], spec=spec)
+        return tuple(results)
+
+    return mesh, shard, (q_place, q_rows), (q_place, *placed, ints, ints, ints)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """How mesh axes split a query dimension and the key/value one that serves it.
+
+    Attributes:
+      mesh: the mesh.
+      axes: axes that split the query dimension.
+      kv_axes: the leading ones of them, which split the key/value dimension too.
+    """
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    kv_axes: tuple[str, ...]
+
+    def pick(self, x: Array, dim: int) -> Array:
+        """The one key/value row or head that this device's queries read, where the
+        axes that do not split that dimension would leave several."""
+        rest = self.axes[len(self.kv_axes) :]
+        if not rest or x.shape[dim] == 1:
+            return x
+        index = jnp.int32(0)
+        for name in rest:
+            index = index * np.int32(self.mesh.shape[name]) + jax.lax.axis_index(name)
+        start = index * np.int32(x.shape[dim]) // np.int32(_size(self.mesh, rest))
+        return jax.lax.dynamic_slice_in_dim(x, start, 1, dim)
+
+
+def _split(mesh: Mesh, axes: Any, whole: int, shared: int) -> _Split:
+    """The split by `axes`, or none where devices would get unequal shares."""
+    names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
+    kv_names = names
+    while shared % _size(mesh, kv_names):
+        kv_names = kv_names[:-1]
+    left = shared // _size(mesh, kv_names)
+    rest = _size(mesh, names[len(kv_names) :])
+    if whole % _size(mesh, names) or (rest > 1 and rest % left):
+        return _Split(mesh, (), ())
+    return _Split(mesh, names, kv_names)
+
+
+def _size(mesh: Mesh, names: tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def _is_aligned(x: Any, head_dim: int, q: Any, q_place: NamedSharding) -> bool:
+    """Whether every device holds just the key/value rows and heads that its share of
+    the queries reads."""
+    held = x.sharding.devices_indices_map(tuple(x.shape))
+    for device, read in q_place.devices_indices_map(tuple(q.shape)).items():
+        for dim, size in enumerate(x.shape):
+            want = (0, size)
+            if dim in (0, head_dim):
+                q_dim = 0 if dim == 0 else 2
+                start, stop, _ = read[q_dim].indices(q.shape[q_dim])
+                want = (
+                    start * size // q.shape[q_dim],
+                    -(-stop * size // q.shape[q_dim]),
+                )
+            if held[device][dim].indices(size)[:2] != want:
+                return False
+    return True
+
+
+def _dims(sharding: Any, rank: int) -> tuple[Any, ...]:
+    spec = tuple(sharding.spec)
+    return spec + (None,) * (rank - len(spec))

@@ -1,0 +1,208 @@
+"""What is static about one attention call, and the rules that a call must keep.
+
+Pure functions of shapes, dtypes and Python numbers: nothing here traces or runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+IMPLEMENTATIONS = ("rocm", "cuda", "cpu", "reference")
+KEY_BLOCK = 128
+"""Keys per block of the FP8 numerics, and the unit of per-block descales."""
+
+_INPUT_DTYPES = (
+    np.dtype(ml_dtypes.bfloat16),
+    np.dtype(np.float16),
+    np.dtype(np.float32),
+    FLOAT8,
+)
+_OUTPUT_DTYPES = _INPUT_DTYPES[:3]
+_INT32 = np.iinfo(np.int32)
+_FLOAT32_MAX = np.finfo(np.float32).max
+_FARTHEST = 2**33  # beyond any distance from a key to a position
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """Everything static of one canonical call.
+
+    Attributes:
+      window: keys visible to the left and to the right of a query's position, None
+        where unbounded. Causal attention has a right bound of at most 0.
+      out_dtype: dtype of the output.
+      q_block: queries per descale; 0 means one descale for all of them.
+      kv_block: keys per descale; 0 means one descale for all of them.
+      q_offset: the position of the first query where it is known when tracing; lets
+        the blockwise path skip blocks that no query sees.
+      quadratic: whether FP8 probabilities take the quadratic term; None leaves it to
+        the platform.
+      implementation: the implementation asked for; None leaves it to the platform.
+    """
+
+    window: tuple[int | None, int | None]
+    out_dtype: np.dtype
+    q_block: int = 0
+    kv_block: int = 0
+    q_offset: int | None = None
+    quadratic: bool | None = None
+    implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.implementation not in (None, *IMPLEMENTATIONS):
+            raise ValueError(
+                f"attention takes implementation=None or one of {IMPLEMENTATIONS}, "
+                f"not {self.implementation!r}"
+            )
+        if self.out_dtype not in _OUTPUT_DTYPES:
+            raise ValueError(
+                f"attention takes out_dtype {_names(_OUTPUT_DTYPES)}, "
+                f"not {self.out_dtype}"
+            )
+
+
+def check_operands(
+    shapes: Sequence[tuple[Any, ...]], dtypes: Sequence[np.dtype]
+) -> None:
+    """Raises ValueError unless (q, k, v) have shapes and dtypes that go together."""
+    q, k, v = shapes
+    got = f"got q {_shape(q)}, k {_shape(k)}, v {_shape(v)}"
+    for name, dtype in zip("qkv", dtypes, strict=True):
+        _check_dtype(name, dtype)
+    if len(set(dtypes)) != 1:
+        raise ValueError(
+            f"attention takes q, k and v of one dtype, got {_names(dtypes)}"
+        )
+    if not len(q) == len(k) == len(v) or len(q) not in (3, 4):
+        raise ValueError(
+            "attention takes q, k and v of one rank: (batch, tokens, heads, head dim) "
+            f"or (tokens, heads, head dim); {got}"
+        )
+    if len(q) == 4 and not q[0] == k[0] == v[0]:
+        raise ValueError(f"attention takes q, k and v of one batch size; {got}")
+    if k[-3] != v[-3]:
+        raise ValueError(f"attention takes k and v with as many tokens; {got}")
+    if k[-2] != v[-2]:
+        raise ValueError(f"attention takes k and v with as many heads; {got}")
+    if k[-2] == 0 or q[-2] % k[-2] != 0:
+        raise ValueError(
+            "attention takes query heads that are a multiple of the key/value heads, "
+            f"not {q[-2]} query and {k[-2]} key/value heads; {got}"
+        )
+    if q[-1] != k[-1]:
+        raise ValueError(
+            f"attention takes q and k of one head dim, not {q[-1]} and {k[-1]}; {got}"
+        )
+    if q[-1] == 0 or v[-1] == 0:
+        raise ValueError(f"attention takes head dims of at least 1; {got}")
+
+
+def canonical_window(
+    window: int | tuple[int | None, int | None] | None, causal: bool
+) -> tuple[int | None, int | None]:
+    """(left, right) reach of a query, None where unbounded; causal caps the right."""
+    if not isinstance(causal, bool | np.bool_):
+        raise ValueError(f"attention takes causal=True or False, not {causal!r}")
+    if window is None:
+        left, right = None, None
+    elif isinstance(window, int | np.integer) and not isinstance(window, bool):
+        left = right = _reach(window, window)
+    elif isinstance(window, tuple | list) and len(window) == 2:
+        left, right = (_reach(side, window) for side in window)
+    else:
+        raise ValueError(_window_error(window))
+    if causal:
+        right = 0
+    return left, right
+
+
+def check_lengths(name: str, value: np.ndarray, limit: Any) -> None:
+    """Raises ValueError unless every known length lies in [0, limit]."""
+    if value.size and (value.min() < 0 or bool(value.max() > limit)):
+        raise ValueError(
+            f"attention takes {name} from 0 to {limit} tokens, got "
+            f"{value.min()} to {value.max()}"
+        )
+
+
+def check_integer(name: str, value: np.ndarray) -> None:
+    """Raises ValueError unless every known integer fits int32."""
+    if value.size and (value.min() < _INT32.min or value.max() > _INT32.max):
+        raise ValueError(
+            f"attention takes {name} that fits int32, got {value.min()} to "
+            f"{value.max()}"
+        )
+
+
+def check_scale(value: np.ndarray) -> None:
+    """Raises ValueError unless a known scale is a finite float32 number."""
+    if not np.abs(value) <= _FLOAT32_MAX:
+        raise ValueError(f"attention takes a scale that float32 holds, not {value}")
+
+
+def check_descale(name: str, value: np.ndarray) -> None:
+    """Raises ValueError unless every known descale is a float32 number >= 0."""
+    if not np.all(np.abs(value) <= _FLOAT32_MAX) or np.any(value < 0):
+        raise ValueError(
+            f"attention takes {name} of finite numbers >= 0 (a value is its FP8 "
+            f"number times its descale), got {value.min()} to {value.max()}"
+        )
+
+
+def kernel_takes(q_shape: tuple[Any, ...], v_shape: tuple[Any, ...]) -> bool:
+    """Whether the kernels take these head dims; the blockwise path takes the rest."""
+    return all(dim % 8 == 0 and 8 <= dim <= 256 for dim in (q_shape[-1], v_shape[-1]))
+
+
+def default_scale(head_dim: int) -> float:
+    return 1.0 / math.sqrt(head_dim)
+
+
+def default_out_dtype(dtype: np.dtype) -> np.dtype:
+    return np.dtype(ml_dtypes.bfloat16) if dtype == FLOAT8 else dtype
+
+
+def _check_dtype(name: str, dtype: np.dtype) -> None:
+    if dtype in _INPUT_DTYPES:
+        return
+    hint = ""
+    if dtype.name == "float8_e4m3fnuz":
+        hint = (
+            ": the same bits mean half as much there; convert with "
+            ".astype(float8_e4m3fn) and adjust the descale"
+        )
+    elif not dtype.isnative:
+        hint = f" in foreign byte order ({dtype.str})"
+    raise ValueError(
+        f"attention takes {_names(_INPUT_DTYPES)}, but {name} is {dtype.name}{hint}"
+    )
+
+
+def _reach(side: Any, window: Any) -> int | None:
+    if side is None:
+        return None
+    if isinstance(side, bool) or not isinstance(side, int | np.integer) or side < -1:
+        raise ValueError(_window_error(window))
+    return None if side == -1 or side >= _FARTHEST else int(side)
+
+
+def _window_error(window: Any) -> str:
+    return (
+        "attention takes window=None, a number of tokens, or (left, right) with None "
+        f"or -1 for an unbounded side, not {window!r}"
+    )
+
+
+def _names(dtypes: Sequence[np.dtype]) -> str:
+    return ", ".join(dtype.name for dtype in dtypes)
+
+
+def _shape(shape: tuple[Any, ...]) -> str:
+    return "(" + ", ".join(map(str, shape)) + ")"
