@@ -44,8 +44,9 @@ function(zyfa_link_cpu_targets module)
     target_compile_definitions(${module} PRIVATE ZYFA_WITH_${upper})
 
     if(ZYFA_SANITIZE)
+      # With full optimisation, instrumented kernels take minutes to compile.
       target_compile_options(${library} PRIVATE
-        -fsanitize=address,undefined -fno-sanitize-recover=undefined
+        -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined
         -fno-omit-frame-pointer)
     elseif(CMAKE_NM)
       # A second definition with other flags would be the linker's to choose, so

@@ -79,7 +79,7 @@ def test_query_heads_share_key_value_heads(heads, implementation):
         (8, 8), (16, 8), (24, 40), (40, 24), (64, 64), (72, 128), (96, 8),
         (128, 128), (192, 128), (136, 248), (256, 256), (8, 256),
     ],
-    [(64, 64), (192, 128)],
+    [(192, 128)],
 )  # fmt: skip
 def test_head_dims(dims, implementation):
     for dtype in (F32,) if implementation else (F32, F16, BF16, FP8):
@@ -198,7 +198,7 @@ LENGTHS = [
 ]  # fmt: skip
 
 
-@both("options", LENGTHS, LENGTHS)
+@both("options", LENGTHS, LENGTHS[6:8])
 def test_lengths(options, implementation):
     inputs = make()
     check(inputs, implementation=implementation, **options)
@@ -210,7 +210,7 @@ def test_lengths(options, implementation):
     assert_near_oracle(got, inputs, **options)
 
 
-@both("dtype", [F16, BF16, FP8], [FP8])
+@both("dtype", [F16, BF16, FP8], [BF16])
 def test_lengths_in_other_dtypes(dtype, implementation):
     check(
         make(tokens=(150, 300), dtype=dtype),
@@ -262,7 +262,7 @@ def test_scale(dtype, implementation):
         assert_near_oracle(traced(scale), inputs, scale=float(scale), **options)
 
 
-@both("dtype", [F32, F16, BF16, FP8], [F32, FP8])
+@both("dtype", [F32, F16, BF16, FP8], [FP8])
 def test_traced_scale_that_is_nan_gives_nan_to_those_who_see(dtype, implementation):
     out, lse = LSE(
         *make(tokens=(20, 20), dtype=dtype),
@@ -370,7 +370,7 @@ def quantized(inputs, granularity="head", center=False, rotate=False, **options)
 
 
 @pytest.mark.parametrize("batch", [(), (2,)], ids=["rank3", "rank4"])
-@both("options", QUANTIZE, [QUANTIZE[3], QUANTIZE[-1]])
+@both("options", QUANTIZE, [QUANTIZE[-1]])
 def test_quantized(options, batch, implementation):
     inputs = make(tokens=(150, 300), batch=batch)
     inputs[1][..., 3] += 4
@@ -464,7 +464,7 @@ def test_a_query_that_sees_no_key(options, dtype, implementation):
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("window", [None, (70, 0)])
-@both("dtype", [F32, F16, BF16, FP8], [F32, FP8])
+@both("dtype", [F32, F16, BF16, FP8], [FP8])
 def test_nan_reaches_those_who_see_it_and_no_other(dtype, window, name, implementation):
     options = {"window": window, **fp8_options(dtype)}
     inputs = make(tokens=(300, 300), heads=(2, 1), dims=(8, 16), dtype=dtype)
@@ -482,7 +482,7 @@ def test_nan_reaches_those_who_see_it_and_no_other(dtype, window, name, implemen
         np.testing.assert_array_equal(got[~hit], want[~hit])
 
 
-@both("dtype", [F32, F16, BF16, FP8], [F32, FP8])
+@both("dtype", [F32, F16, BF16, FP8], [F32])
 def test_nothing_past_a_length_is_read(dtype, implementation):
     options = fp8_options(dtype)
     options |= {"q_lengths": np.array([20, 7]), "kv_lengths": np.array([5, 131])}
@@ -552,7 +552,7 @@ def test_chunked_prefill_is_the_whole(dtype, implementation):
         assert np.linalg.norm(a - b) <= 3e-3 * np.linalg.norm(b)
 
 
-@both("dtype", [F32, F16, BF16, FP8], [F32, FP8])
+@both("dtype", [F32, F16, BF16, FP8], [FP8])
 def test_a_sink_and_far_blocks(dtype, implementation):
     """Logits hundreds apart: blocks whose weights vanish, and a late maximum."""
     q, k, v = make(tokens=(20, 500), dims=(8, 8), heads=(2, 1))
@@ -567,6 +567,18 @@ def test_a_sink_and_far_blocks(dtype, implementation):
         (out, lse), inputs, tolerance=2e-3 if dtype == F32 else None, causal=False,
         **options,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", [2.0**31, -(2.0**60)])
+@both("dtype", [F32, F16, BF16], [F32])
+def test_enormous_logits_pick_the_largest(dtype, scale, implementation):
+    """Logits whose float32 neighbours are hundreds apart give no NaN."""
+    q, k, v = make(tokens=(20, 150), heads=(2, 2), dims=(8, 8), dtype=dtype)
+    out, lse = LSE(q, k, v, scale=scale, implementation=implementation)
+    assert np.isfinite(np.asarray(out, F32)).all()
+    assert np.isfinite(lse).all()
+    _, want = reference.attention(q, k, v, scale=scale)
+    np.testing.assert_allclose(lse, want, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)

@@ -406,10 +406,10 @@ def test_fp8_softmax_block_says_what_it_takes():
     acc = np.zeros((2, 3), np.float32)
     row = np.zeros(2, np.float32)
     seen = np.ones((2, 3), bool)
-    with pytest.raises(ValueError, match="portable.*got 'mmx'"):
+    with pytest.raises(ValueError, match=r"portable.*got 'mmx'"):
         _ext.fp8_softmax_block("mmx", acc, seen, row, row, True)
+    wide = np.zeros((2, 129), np.float32)
     with pytest.raises(ValueError, match="keys <= 128"):
-        wide = np.zeros((2, 129), np.float32)
         _ext.fp8_softmax_block("portable", wide, wide > 1, row, row, True)
     with pytest.raises(ValueError, match="takes acc and visible"):
         _ext.fp8_softmax_block("portable", acc, seen, row[:1], row, True)
@@ -419,12 +419,12 @@ def test_targets():
     usable = _ext.cpu_targets()
     assert usable[-1] == "portable"
     assert set(usable) <= set(_ext.compiled_cpu_targets())
-    with pytest.raises(ValueError, match="usable here are.*got 'mmx'"):
+    with pytest.raises(ValueError, match=r"usable here are.*got 'mmx'"):
         _ext.force_cpu_target("mmx")
 
 
 def digest_of_results():
-    """A digest of every result bit of calls of several sizes on this process's cores."""
+    """A digest of all result bits of several calls, on this process's cores."""
     digest = hashlib.sha256()
     for name in ("square", "many tiles", "lengths", "grouped heads", "scale blocks"):
         for dtype in DTYPES:

@@ -3,13 +3,13 @@
 import functools
 from typing import Any
 
-import flax_cases as cases
+import _flax_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _flax_cases import FEATURES, inputs, relative
 from flax import linen as nn
-from flax_cases import FEATURES, inputs, relative
 
 from zyfa_jax.flax.linen import (
     GroupedQueryAttention,

@@ -4,13 +4,13 @@ import functools
 import inspect
 from typing import Any
 
-import flax_cases as cases
+import _flax_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _flax_cases import FEATURES, inputs, relative
 from flax import nnx
-from flax_cases import FEATURES, inputs, relative
 
 from zyfa_jax.flax import linen
 from zyfa_jax.flax.nnx import (
@@ -48,8 +48,11 @@ def parameters(layer):
 def jitted(layer):
     """Applies the layer under jit; what is given by keyword stays concrete."""
 
+    graph, state = nnx.split(layer)
+
     def apply(*inputs, **keywords):
-        return nnx.jit(lambda layer, *x: layer(*x, **keywords))(layer, *inputs)
+        run = jax.jit(lambda state, *x: nnx.merge(graph, state)(*x, **keywords))
+        return run(state, *inputs)
 
     return apply
 
@@ -247,7 +250,7 @@ def test_gradients_of_grouped_query_attention():
     )
 
 
-LATENT = {
+LATENT: dict[str, Any] = {
     "kv_lora_rank": 20,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,

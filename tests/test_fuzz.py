@@ -155,9 +155,13 @@ def test_any_argument_is_taken_or_refused(dtype, options):
     if out is None:
         return
     assert out.shape == (2, 3, 2, 8)
-    # What is taken and has no traced part must mean what it says.
-    traced = [x for x in given.values() if not isinstance(x, int | float | tuple)]
-    if not traced and "window" not in given and "implementation" not in given:
+    # What is taken must mean what it says. Logits past what float32 resolves have a
+    # test of their own.
+    numbers = (
+        isinstance(x, int | float | tuple) and (isinstance(x, tuple) or abs(x) < 1e5)
+        for x in given.values()
+    )
+    if all(numbers) and not {"window", "implementation"} & set(given):
         oracle = {
             name: x
             for name, x in given.items()

@@ -45,7 +45,7 @@ def merged_one_pair_at_a_time(text, scores):
 
 def test_tokens_are_those_of_the_definition(model):
     tokenizer = model[1]
-    text = gemma3.TEXT.read_text()[40:1200].replace("\n", " ").replace("  ", " ")
+    text = " ".join(gemma3.TEXT.read_text()[40:1200].split())
     pieces = [tokenizer.decode([token]) for token in tokenizer.encode(text)]
     scores = {piece.replace("▁", " "): s for piece, s in tokenizer.scores.items()}
     assert pieces == merged_one_pair_at_a_time(text, scores)

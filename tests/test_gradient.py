@@ -67,6 +67,10 @@ def weighted(call, tokens):
     return loss
 
 
+def gradients(loss):
+    return jax.jit(jax.grad(loss, (0, 1, 2)))
+
+
 def assert_near(got, want, tolerance):
     for x, y in zip(got, want, strict=True):
         assert x.shape == y.shape
@@ -92,8 +96,8 @@ def test_operands(case, dtype):
     tokens, kv_tokens, options = CASES[case]
     arrays = inputs(tokens, kv_tokens, dtype)
     call = functools.partial(attention, return_lse=True, **options)
-    got = jax.grad(weighted(call, tokens), (0, 1, 2))(*arrays)
-    want = jax.grad(weighted(functools.partial(plain, **options), tokens), (0, 1, 2))(
+    got = gradients(weighted(call, tokens))(*arrays)
+    want = gradients(weighted(functools.partial(plain, **options), tokens))(
         *(x.astype(jnp.float32) for x in arrays)
     )
     assert [x.dtype for x in got] == [dtype] * 3

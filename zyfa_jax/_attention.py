@@ -94,6 +94,9 @@ def attention(
     see the keys up to i; a query that sees no key gives zeros, not the mean of v; the
     value head dim may differ; a log-sum-exp is float32 of shape (B, H, T).
 
+    FP8 inputs take FP8 probabilities made without an exponential (docs/numerics.md);
+    they resolve logits up to 2**20 in magnitude.
+
     Args:
       q: queries, (B, T, H, D) or (T, H, D); bfloat16, float16, float32,
         float8_e4m3fn with descales, or the `Quantized` of `zyfa_jax.quantize`.
@@ -157,7 +160,8 @@ def attention(
         out_dtype=out_dtype,
         implementation=implementation,
     )
-    out, lse = _gradient.attention(spec, operands)
+    results: Any = _gradient.attention(spec, operands)
+    out, lse = results
     if isinstance(k, Quantized) and k.center is not None:
         lse = lse + _center_logits(spec, operands, k.center)
     if q.ndim == 3:

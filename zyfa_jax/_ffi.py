@@ -77,16 +77,13 @@ def backends() -> tuple[Backend, ...]:
 
 
 def _backend(platform: str) -> Backend:
-    kernel = has_kernel(platform)
-    extension = load() if kernel else None
-    targets: tuple[str, ...] = ()
-    if extension is not None:
-        targets = tuple(extension.cpu_targets())
-    if kernel:
+    extension = load() if has_kernel(platform) else None
+    targets: tuple[str, ...] = tuple(extension.cpu_targets()) if extension else ()
+    if targets:
         detail = (
             f"kernel ({targets[0]}) for head dims that are multiples of 8 up to 256; "
             "the blockwise path for others"
         )
     else:
         detail = f"no kernel: {_REMEDY[platform]}"
-    return Backend(platform, kernel, targets, is_present(platform), detail)
+    return Backend(platform, bool(targets), targets, is_present(platform), detail)

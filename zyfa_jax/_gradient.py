@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,8 @@ def attention(
 def _forward(
     spec: AttentionSpec, operands: Operands
 ) -> tuple[tuple[Array, Array], tuple[Operands, Array, Array]]:
-    out, lse = attention(spec, operands)
+    results: Any = attention(spec, operands)
+    out, lse = results
     out = checkpoint_name(out, CHECKPOINT_NAMES[0])
     lse = checkpoint_name(lse, CHECKPOINT_NAMES[1])
     return (out, lse), (operands, out, lse)
@@ -87,6 +88,7 @@ def _backward(
     )
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _cotangent(
     spec: AttentionSpec,
     residuals: tuple[Operands, Array, Array],
@@ -96,9 +98,8 @@ def _cotangent(
     x, out, lse = residuals
     # Cotangents of the values that the logits and the output are made of:
     # q * q_descale * scale, k * k_descale and v * v_descale.
-    d_q, d_k, d_v = _blockwise.backward(
-        *x.canonical(), out, lse, *cotangents, spec=spec
-    )
+    arrays = [*x.canonical(), out, lse, *cotangents]
+    d_q, d_k, d_v = _blockwise.backward(*arrays, spec=spec)
     d_q_descale = _over_tokens(d_q, x.q, x.q_descale, spec.q_block)
     return [
         _cast(d_q * x.scale, x.q, x.q_descale, spec.q_block),

@@ -165,7 +165,8 @@ def _lower(
             )
         lower = _partitioned(spec)
         return mlir.lower_fun(lower, multiple_results=True)(ctx, *operands)
-    q, _, v = ctx.avals_in[:3]
+    avals: Any = ctx.avals_in
+    q, _, v = avals[:3]
     if not _takes_kernel(spec, platform, q.shape, v.shape):
         _ffi.logger.debug("attention on %s: blockwise path, %s", platform, q.shape)
         forward = functools.partial(_blockwise.forward, spec=spec)

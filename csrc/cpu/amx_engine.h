@@ -1,6 +1,6 @@
-// Both products on tiles of bfloat16 with float32 accumulators: for bfloat16 and
-// FP8 operands, which are bfloat16 exactly, as are e4m3 probabilities times a
-// power of two. Exact probabilities are rounded to bfloat16.
+// Both products on tiles of bfloat16 with float32 accumulators: for bfloat16
+// and FP8 operands, which are bfloat16 exactly, as are e4m3 probabilities times
+// a power of two. Exact probabilities are rounded to bfloat16.
 
 #ifndef ZYFA_CPU_AMX_ENGINE_H_
 #define ZYFA_CPU_AMX_ENGINE_H_
@@ -18,10 +18,10 @@
 namespace zyfa::cpu {
 namespace {
 
-// Layouts. Queries and probabilities: row-major. Keys: panels of kCols keys, each
-// (depth / 2, kCols) pairs of neighbours in depth. Values: panels of kCols
-// columns, each (64, kCols) pairs of neighbouring keys. A pair is what one lane of
-// a tile's row holds.
+// Layouts. Queries and probabilities: row-major. Keys: panels of kCols keys,
+// each (depth / 2, kCols) pairs of neighbours in depth. Values: panels of kCols
+// columns, each (64, kCols) pairs of neighbouring keys. A pair is what one lane
+// of a tile's row holds.
 struct AmxEngine {
   using Operand = uint16_t;
 
@@ -29,7 +29,8 @@ struct AmxEngine {
   static constexpr int kDepth = 32;  // bfloat16 elements in a tile's row
   static constexpr int kRows = 2 * kTile;
   static constexpr int kCols = 2 * kTile;
-  static constexpr int kGroupRows = 64;
+  // One register tile, so that scores, probabilities and output stay in L1.
+  static constexpr int kGroupRows = kRows;
   static constexpr int kDepthStep = kDepth;
   static constexpr int64_t kTileBytes = 1200 << 10;  // a 2 MiB L2 cache
   static constexpr int kExpDegree = 4;
@@ -40,8 +41,8 @@ struct AmxEngine {
     alignas(64) uint8_t config[64] = {};
     config[0] = 1;  // palette
     for (int tile = 0; tile < 8; ++tile) {
-      config[16 + 2 * tile] = 64;     // bytes in a row
-      config[48 + tile] = kTile;      // rows
+      config[16 + 2 * tile] = 64;  // bytes in a row
+      config[48 + tile] = kTile;   // rows
     }
     _tile_loadconfig(config);
   }
@@ -60,8 +61,7 @@ struct AmxEngine {
   static void PackKeys(const RowsView& keys, bool negate, uint16_t* target) {
     const int64_t depth = RoundUp(keys.width, kDepthStep);
     for (int64_t key = 0; key < numerics::kKeyBlock; key += kLanes) {
-      uint16_t* panel =
-          target + key / kCols * kCols * depth + key % kCols * 2;
+      uint16_t* panel = target + key / kCols * kCols * depth + key % kCols * 2;
       for (int64_t d = 0; d < depth; d += kDepth) {
         F32 square[kLanes];
         for (int i = 0; i < kLanes; ++i) {
@@ -83,7 +83,7 @@ struct AmxEngine {
   // touched (0 * NaN is NaN); the queries that see it get it one by one.
   template <DType kType>
   static KeySet PackValues(const RowsView& values, float /*weight*/,
-                                  uint16_t* target) {
+                           uint16_t* target) {
     KeySet special = {};
     const int64_t columns = RoundUp(values.width, kCols);
     for (int key = 0; key < numerics::kKeyBlock; key += 2) {
@@ -120,7 +120,8 @@ struct AmxEngine {
     StoreSums(scores, numerics::kKeyBlock);
   }
 
-  // out (kRows, kCols) += weight * probabilities . panel over keys [begin, end).
+  // out (kRows, kCols) += weight * probabilities . panel over keys [begin,
+  // end).
   static void Accumulate(const uint16_t* probabilities, const uint16_t* panel,
                          int begin, int end, float weight, float* out,
                          int64_t out_stride) {
@@ -151,24 +152,24 @@ struct AmxEngine {
     std::memcpy(target, &both, sizeof(both));
   }
 
-  // Writes a row's probabilities from their codes, weighted by 2^-shift, without
-  // passing through float32: a normal code is the high end of a bfloat16 but for
-  // the exponent's bias; the eight subnormal ones are looked up.
+  // Writes a row's probabilities from their codes, weighted by 2^-shift,
+  // without passing through float32: a normal code is the high end of a
+  // bfloat16 but for the exponent's bias; the eight subnormal ones are looked
+  // up.
   class Fp8Writer {
    public:
     ZYFA_INLINE Fp8Writer(uint16_t* target, int shift)
         : target_(target), bias_(_mm512_set1_epi16((127 - 7 - shift) << 7)) {
       // bfloat16 of 0, 1, ..., 7 times 2^-9.
-      const __m512i unscaled = _mm512_castsi128_si512(
-          _mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40,
-                         0x3c60));
+      const __m512i unscaled = _mm512_castsi128_si512(_mm_setr_epi16(
+          0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
       // Saturating: what becomes too small for a normal float counts as zero.
-      subnormals_ =
-          _mm512_subs_epu16(unscaled, _mm512_set1_epi16(shift << 7));
+      subnormals_ = _mm512_subs_epu16(unscaled, _mm512_set1_epi16(shift << 7));
     }
 
     ZYFA_INLINE void Write(int key, I32 codes, I32 next_codes) {
-      // Packing works in 128-bit lanes; the permutation restores the keys' order.
+      // Packing works in 128-bit lanes; the permutation restores the keys'
+      // order.
       const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
       const __m512i both = _mm512_permutexvar_epi64(
           order, _mm512_packus_epi32((__m512i)codes, (__m512i)next_codes));
@@ -219,9 +220,8 @@ struct AmxEngine {
     } else {
       uint16_t halves[kDepth] = {};
       for (int64_t i = 0; i < kDepth && i < left; i += kLanes) {
-        StoreHalves(halves + i,
-                    HighHalves(LoadFirst<kType>(rows.At<kType>(row, d + i),
-                                                left - i)));
+        StoreHalves(halves + i, HighHalves(LoadFirst<kType>(
+                                    rows.At<kType>(row, d + i), left - i)));
       }
       return BitCast<F32>(LoadAs<U32>(halves) ^ flip);
     }

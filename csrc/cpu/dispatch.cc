@@ -169,8 +169,8 @@ AttentionPlan::AttentionPlan(const AttentionParams& params, int64_t threads)
     // A few items for each thread, so that the last ones even the load out.
     constexpr int64_t kItemsPerThread = 4;
     const int64_t wanted = rows_ * groups / (kItemsPerThread * threads);
-    const int64_t steps = std::min(wanted, target_->max_rows(params)) /
-                          target_->row_step;
+    const int64_t steps =
+        std::min(wanted, target_->max_rows(params)) / target_->row_step;
     tile_rows_ = std::max<int64_t>(steps, 1) * target_->row_step;
     items_ = groups * ((rows_ + tile_rows_ - 1) / tile_rows_);
   }

@@ -13,8 +13,8 @@
 namespace zyfa::cpu {
 namespace {
 
-// Layouts. Queries and probabilities: row-major. Keys: panels of kCols keys, each
-// (depth, kCols). Values: panels of kCols columns, each (128 keys, kCols).
+// Layouts. Queries and probabilities: row-major. Keys: panels of kCols keys,
+// each (depth, kCols). Values: panels of kCols columns, each (128 keys, kCols).
 struct FloatEngine {
   using Operand = float;
   // The accumulators of kRows x kCols, two vectors of the right operand and one
@@ -39,8 +39,7 @@ struct FloatEngine {
   static void PackQuery(const unsigned char* source, int64_t width, bool negate,
                         float* target) {
     for (int64_t d = 0; d < width; d += kLanes) {
-      const F32 x =
-          LoadFirst<kType>(source + d * SizeOf(kType), width - d);
+      const F32 x = LoadFirst<kType>(source + d * SizeOf(kType), width - d);
       Store(target + d, FlipSign(x, negate));
     }
   }
@@ -53,10 +52,10 @@ struct FloatEngine {
       for (int64_t d = 0; d < keys.width; d += kLanes) {
         F32 square[kLanes];
         for (int i = 0; i < kLanes; ++i) {
-          square[i] = key + i < keys.count
-                          ? LoadFirst<kType>(keys.At<kType>(key + i, d),
-                                             keys.width - d)
-                          : F32{};
+          square[i] =
+              key + i < keys.count
+                  ? LoadFirst<kType>(keys.At<kType>(key + i, d), keys.width - d)
+                  : F32{};
           square[i] = FlipSign(square[i], negate);
         }
         Transpose(square);
@@ -72,7 +71,7 @@ struct FloatEngine {
   // touched (0 * NaN is NaN); the queries that see it get it one by one.
   template <DType kType>
   static KeySet PackValues(const RowsView& values, float weight,
-                                  float* target) {
+                           float* target) {
     KeySet special = {};
     const int64_t columns = RoundUp(values.width, kCols);
     for (int key = 0; key < numerics::kKeyBlock; ++key) {
@@ -85,8 +84,7 @@ struct FloatEngine {
         const I32 bad = IsNonFinite(x);
         seen |= bad;
         float* panel = target + c / kCols * kCols * numerics::kKeyBlock;
-        Store(panel + key * kCols + c % kCols,
-              Select(bad, F32{}, x) * weight);
+        Store(panel + key * kCols + c % kCols, Select(bad, F32{}, x) * weight);
       }
       if (AnyLane(seen)) special.Add(key);
     }

@@ -156,14 +156,13 @@ class TileAttention {
       const int64_t scale_index =
           params_.q_block > 0 ? query / params_.q_block : 0;
       const float scale =
-          params_.q_scale[(item_.batch * params_.heads + head) *
-                              params_.q_scales +
-                          scale_index];
+          params_
+              .q_scale[(item_.batch * params_.heads + head) * params_.q_scales +
+                       scale_index];
       state.scale = __builtin_fabsf(scale);
-      const int64_t at = ((item_.batch * params_.q_len + query) *
-                              params_.heads +
-                          head) *
-                         params_.head_dim;
+      const int64_t at =
+          ((item_.batch * params_.q_len + query) * params_.heads + head) *
+          params_.head_dim;
       WithDType(params_.in_dtype, [&](auto type) {
         Engine::template PackQuery<type.value>(
             static_cast<const unsigned char*>(params_.q) +
@@ -183,8 +182,8 @@ class TileAttention {
   RowsView KeyValueRows(const void* array, int64_t block, int64_t width) const {
     const int64_t left = params_.kv_len - block;
     const int64_t stride = params_.kv_heads * width;
-    const int64_t first = (kv_batch_ * params_.kv_len + block) * stride +
-                          item_.kv_head * width;
+    const int64_t first =
+        (kv_batch_ * params_.kv_len + block) * stride + item_.kv_head * width;
     return {static_cast<const unsigned char*>(array) + first * SizeOf(kType),
             stride, left < kKeyBlock ? left : kKeyBlock, width};
   }
@@ -328,8 +327,8 @@ class TileAttention {
 
   // What the packed values left out: infinities and NaN of the keys it sees.
   void AddNonFinite(int64_t first_row, int row, int64_t block) {
-    const KeyRange seen = numerics::Within(work_.rows[first_row + row].visible,
-                                           block, kKeyBlock);
+    const KeyRange seen =
+        numerics::Within(work_.rows[first_row + row].visible, block, kKeyBlock);
     float* out = work_.out + (first_row + row) * work_.out_stride;
     WithDType(params_.in_dtype, [&](auto type) {
       const RowsView values =
@@ -359,8 +358,8 @@ class TileAttention {
       const float scale = empty ? 0.0f : value_scale / state.state.sum;
       StoreOutput(work_.out + row * work_.out_stride, scale,
                   (item_.batch * params_.q_len + query) * params_.heads + head);
-      params_.lse[(item_.batch * params_.heads + head) * params_.q_len +
-                  query] =
+      params_
+          .lse[(item_.batch * params_.heads + head) * params_.q_len + query] =
           empty ? numerics::kNegativeInfinity
                 : static_cast<float>(
                       numerics::kLn2 *
@@ -418,13 +417,12 @@ int64_t MaxRows(const AttentionParams& params) {
 }
 
 template <class Engine>
-void Run(const AttentionParams& params, const WorkItem& item,
-         void* workspace) {
+void Run(const AttentionParams& params, const WorkItem& item, void* workspace) {
   if (params.in_dtype != DType::kE4m3) {
     TileAttention<Engine, ExactProbability>(params, item, workspace).Run();
   } else if (params.quadratic) {
-    TileAttention<Engine, Fp8Probability<numerics::QuadraticCode>>(
-        params, item, workspace)
+    TileAttention<Engine, Fp8Probability<numerics::QuadraticCode>>(params, item,
+                                                                   workspace)
         .Run();
   } else {
     TileAttention<Engine, Fp8Probability<numerics::LinearCode>>(params, item,
@@ -459,14 +457,13 @@ void RunFp8SoftmaxBlock(const Fp8SoftmaxBlock& block) {
         plan = {std::numeric_limits<float>::quiet_NaN(), 0, 0.0f, true};
         sum = plan.new_max;
       } else {
-        EmitFp8Codes<Code>(acc, 0, kPadded, visible, factor, plan,
-                           [&](int key, I32 here, I32 next) {
-                             std::memcpy(codes + key, &here, sizeof(here));
-                             std::memcpy(codes + key + kLanes, &next,
-                                         sizeof(next));
-                             sum += ReduceAdd(DecodeE4m3Codes(here) +
-                                              DecodeE4m3Codes(next));
-                           });
+        EmitFp8Codes<Code>(
+            acc, 0, kPadded, visible, factor, plan,
+            [&](int key, I32 here, I32 next) {
+              std::memcpy(codes + key, &here, sizeof(here));
+              std::memcpy(codes + key + kLanes, &next, sizeof(next));
+              sum += ReduceAdd(DecodeE4m3Codes(here) + DecodeE4m3Codes(next));
+            });
       }
     }
     for (int64_t key = 0; key < block.keys; ++key) {

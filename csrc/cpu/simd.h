@@ -108,8 +108,8 @@ struct Simd {
     const F64 addend = __builtin_convertvector(c, F64);
     const F64 sum = product + addend;
     const F64 virtual_addend = sum - product;
-    const F64 error = (product - (sum - virtual_addend)) +
-                      (addend - virtual_addend);
+    const F64 error =
+        (product - (sum - virtual_addend)) + (addend - virtual_addend);
     const I64 bits = (I64)sum;
     // Not `error != 0`: infinities and NaN have no error to correct.
     const I64 inexact = (I64)(error > 0.0) | (I64)(error < 0.0);
@@ -133,13 +133,14 @@ struct Simd {
 #endif
   }
 
-  static ZYFA_INLINE F32 FloorNonNegative(F32 x) {
-#if defined(__AVX512F__)
-    return (F32)_mm512_roundscale_ps((__m512)x, 9);
+  // x - floor(x) for x >= 0, exact.
+  static ZYFA_INLINE F32 Fraction(F32 x) {
+#if defined(__AVX512DQ__)
+    return (F32)_mm512_reduce_ps((__m512)x, 9);
 #elif defined(__AVX2__)
-    return (F32)_mm256_round_ps((__m256)x, 9);
+    return x - (F32)_mm256_round_ps((__m256)x, 9);
 #else
-    return __builtin_convertvector(__builtin_convertvector(x, I32), F32);
+    return x - __builtin_convertvector(__builtin_convertvector(x, I32), F32);
 #endif
   }
 
@@ -237,8 +238,8 @@ ZYFA_INLINE bool AnyLane(I32 mask) {
 ZYFA_INLINE F32 DecodeE4m3Codes(I32 codes) {
   const F32 normal = BitCast<F32>((codes << numerics::kE4m3MantissaShift) +
                                   numerics::kE4m3ToF32Bias);
-  const F32 subnormal = __builtin_convertvector(codes, F32) *
-                        Simd::Set(numerics::kE4m3Smallest);
+  const F32 subnormal =
+      __builtin_convertvector(codes, F32) * Simd::Set(numerics::kE4m3Smallest);
   return codes < numerics::kE4m3FirstNormalCode ? subnormal : normal;
 }
 
@@ -264,7 +265,8 @@ ZYFA_INLINE F32 LoadElements(const void* source) {
   if constexpr (kType == DType::kF32) {
     return LoadAs<F32>(source);
   } else if constexpr (kType == DType::kBF16) {
-    return BitCast<F32>(LoadWidened(static_cast<const uint16_t*>(source)) << 16);
+    return BitCast<F32>(LoadWidened(static_cast<const uint16_t*>(source))
+                        << 16);
   } else if constexpr (kType == DType::kF16) {
 #if defined(__AVX512F__)
     return (F32)_mm512_cvtph_ps((__m256i)LoadAs<U16>(source));
@@ -274,8 +276,8 @@ ZYFA_INLINE F32 LoadElements(const void* source) {
     const I32 bits = (I32)LoadWidened(static_cast<const uint16_t*>(source));
     const I32 magnitude = bits & 0x7fff;
     const I32 bias = (I32){} + ((127 - 15) << 23);
-    const F32 normal = BitCast<F32>(
-        (magnitude << 13) + bias + (bias & (magnitude >= 0x7c00)));
+    const F32 normal =
+        BitCast<F32>((magnitude << 13) + bias + (bias & (magnitude >= 0x7c00)));
     const F32 subnormal =
         __builtin_convertvector(magnitude, F32) * 5.9604644775390625e-8f;
     return BitCast<F32>(BitCast<I32>(magnitude < 0x400 ? subnormal : normal) |
@@ -294,7 +296,8 @@ constexpr int SizeOf(DType type) {
   return type == DType::kF32 ? 4 : type == DType::kE4m3 ? 1 : 2;
 }
 
-// bfloat16 bits of x, half to even, in the low half of each lane; NaN stays NaN.
+// bfloat16 bits of x, half to even, in the low half of each lane; NaN stays
+// NaN.
 ZYFA_INLINE U32 RoundToBF16(F32 x) {
   const U32 bits = BitCast<U32>(x);
   const U32 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;

@@ -31,13 +31,11 @@ struct RangeVisible {
 
 struct ArrayVisible {
   const int32_t* masks;
-  ZYFA_INLINE I32 operator()(int key) const {
-    return LoadAs<I32>(masks + key);
-  }
+  ZYFA_INLINE I32 operator()(int key) const { return LoadAs<I32>(masks + key); }
 };
 
-// The largest visible number, -inf if there is none; NaN is passed over. `begin`
-// and `end` are multiples of 2 * kLanes.
+// The largest visible number, -inf if there is none; NaN is passed over.
+// `begin` and `end` are multiples of 2 * kLanes.
 template <class Visible>
 ZYFA_INLINE float MaximumOf(const float* acc, int begin, int end,
                             Visible visible) {
@@ -132,7 +130,9 @@ struct ExactProbability {
       F32 p[2];
       for (int half = 0; half < 2; ++half) {
         const int at = key + half * kLanes;
-        const F32 t = Simd::MulAdd(Load(acc + at), scale, minus_max);
+        // At enormous logits rounding alone could leave more than the maximum.
+        const F32 t =
+            Simd::Min(F32{}, Simd::MulAdd(Load(acc + at), scale, minus_max));
         p[half] = Select(visible(at), Simd::Exp2<Engine::kExpDegree>(t), F32{});
         sum[half] += p[half];
       }

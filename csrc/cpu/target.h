@@ -21,17 +21,17 @@ struct WorkItem {
 
 // One block of FP8 probabilities for `rows` rows of `keys` <= 128 keys.
 struct Fp8SoftmaxBlock {
-  const float* acc;           // (rows, keys): raw dot products
-  const bool* visible;        // (rows, keys)
-  const float* factor;        // (rows,): logit in log2 units per unit of acc
-  const float* running_max;   // (rows,)
+  const float* acc;          // (rows, keys): raw dot products
+  const bool* visible;       // (rows, keys)
+  const float* factor;       // (rows,): logit in log2 units per unit of acc
+  const float* running_max;  // (rows,)
   bool quadratic;
   int64_t rows;
   int64_t keys;
-  uint8_t* codes;    // (rows, keys)
-  int32_t* shift;    // (rows,)
-  float* new_max;    // (rows,)
-  float* row_sum;    // (rows,): sum of the codes' values, without 2^-shift
+  uint8_t* codes;  // (rows, keys)
+  int32_t* shift;  // (rows,)
+  float* new_max;  // (rows,)
+  float* row_sum;  // (rows,): sum of the codes' values, without 2^-shift
 };
 
 struct Target {

@@ -9,9 +9,9 @@ namespace zyfa {
 
 enum class DType { kF32, kF16, kBF16, kE4m3 };
 
-// All arrays are dense and row-major; lengths are in elements, scales in natural
-// units. Query head h reads key/value head h / (heads / kv_heads), and query
-// batch b reads key/value batch b / (batch / kv_batch).
+// All arrays are dense and row-major; lengths are in elements, scales in
+// natural units. Query head h reads key/value head h / (heads / kv_heads), and
+// query batch b reads key/value batch b / (batch / kv_batch).
 struct AttentionParams {
   const void* q;            // (batch, q_len, heads, head_dim), in_dtype
   const void* k;            // (kv_batch, kv_len, kv_heads, head_dim), in_dtype

@@ -68,10 +68,10 @@ ffi::Error Run(ffi::ThreadPool pool, const AttentionCall& call) {
   if (plan.items() == 0) return ffi::Error::Success();
   void* workspace = ReserveWorkspace(plan);
   if (workspace == nullptr) {
-    return ffi::Error(
-        ffi::ErrorCode::kResourceExhausted,
-        "zyfa_attention: no memory for " +
-            std::to_string(plan.workspace_bytes()) + " bytes of scratch");
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                      "zyfa_attention: no memory for " +
+                          std::to_string(plan.workspace_bytes()) +
+                          " bytes of scratch");
   }
   const auto work = std::make_shared<SharedWork>(plan);
   const int64_t helpers = std::min(threads, plan.items()) - 1;
@@ -95,10 +95,9 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k,
                      int64_t window_right, int64_t q_block, int64_t kv_block,
                      bool quadratic) {
   try {
-    return Run(pool,
-               {q, k, v, q_scale, k_scale, v_scale, q_offset, q_lengths,
-                kv_lengths, *out, *lse, window_left, window_right, q_block,
-                kv_block, quadratic});
+    return Run(pool, {q, k, v, q_scale, k_scale, v_scale, q_offset, q_lengths,
+                      kv_lengths, *out, *lse, window_left, window_right,
+                      q_block, kv_block, quadratic});
   } catch (const std::exception& e) {
     return ffi::Error::Internal(std::string("zyfa_attention: ") + e.what());
   }

@@ -107,10 +107,9 @@ ffi::ErrorOr<AttentionParams> DecodeAttention(const AttentionCall& call) {
       DecodeDType(in, true, p.in_dtype),
       "q takes dtype bfloat16, float16, float32 or float8_e4m3fn, got code " +
           std::to_string(static_cast<int>(in)));
-  check.Require(
-      DecodeDType(call.out.element_type(), false, p.out_dtype),
-      "out takes dtype bfloat16, float16 or float32, got code " +
-          std::to_string(static_cast<int>(call.out.element_type())));
+  check.Require(DecodeDType(call.out.element_type(), false, p.out_dtype),
+                "out takes dtype bfloat16, float16 or float32, got code " +
+                    std::to_string(static_cast<int>(call.out.element_type())));
   check.Require(IsHeadDim(p.head_dim) && IsHeadDim(p.value_dim),
                 "head dims are multiples of 8 in 8..256, got " +
                     std::to_string(p.head_dim) + " and " +
@@ -127,8 +126,8 @@ ffi::ErrorOr<AttentionParams> DecodeAttention(const AttentionCall& call) {
                 "window bounds are -1 or more, got " +
                     std::to_string(call.window_left) + " and " +
                     std::to_string(call.window_right));
-  check.Require(call.q_block >= 0, "q_block is 0 or more, got " +
-                                       std::to_string(call.q_block));
+  check.Require(call.q_block >= 0,
+                "q_block is 0 or more, got " + std::to_string(call.q_block));
   check.Require(
       call.kv_block >= 0 && call.kv_block % numerics::kKeyBlock == 0,
       "kv_block is a multiple of 128, got " + std::to_string(call.kv_block));

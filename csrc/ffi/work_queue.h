@@ -12,10 +12,11 @@ namespace zyfa {
 
 // Items 0..items-1, each taken once, in order, through one Cursor a thread.
 //
-// The caller works too and waits only for items that somebody has started, never
-// for a task that the pool has yet to start. So a pool that is busy, with other
-// calls or with the caller itself, costs speed and cannot deadlock. A helper that
-// comes late finds nothing to do and touches only this queue, which it owns.
+// The caller works too and waits only for items that somebody has started,
+// never for a task that the pool has yet to start. So a pool that is busy, with
+// other calls or with the caller itself, costs speed and cannot deadlock. A
+// helper that comes late finds nothing to do and touches only this queue, which
+// it owns.
 class WorkQueue {
  public:
   explicit WorkQueue(int64_t items) : items_(items) {}

@@ -1,5 +1,6 @@
-// float8_e4m3fn codes: one sign bit, four exponent bits (bias 7), three mantissa
-// bits. No infinity; magnitude 0x7f is NaN; the largest finite value is 448.
+// float8_e4m3fn codes: one sign bit, four exponent bits (bias 7), three
+// mantissa bits. No infinity; magnitude 0x7f is NaN; the largest finite value
+// is 448.
 
 #ifndef ZYFA_NUMERICS_E4M3_H_
 #define ZYFA_NUMERICS_E4M3_H_
@@ -30,10 +31,9 @@ static constexpr float PowerOfTwo(int exponent) {
 
 // The value of a code without its sign bit, 0..126.
 static constexpr float DecodeE4m3Magnitude(int code) {
-  return code < kE4m3FirstNormalCode
-             ? static_cast<float>(code) * kE4m3Smallest
-             : static_cast<float>(8 + (code & 7)) *
-                   PowerOfTwo((code >> 3) - 10);
+  return code < kE4m3FirstNormalCode ? static_cast<float>(code) * kE4m3Smallest
+                                     : static_cast<float>(8 + (code & 7)) *
+                                           PowerOfTwo((code >> 3) - 10);
 }
 
 // The magnitude code nearest to x >= 0, ties to even, saturating at 448.

@@ -41,12 +41,10 @@ static constexpr KeyRange VisibleKeys(Window window, Extent extent,
   if (query >= extent.q_length) return {0, 0};
   const int64_t position = query + extent.q_offset;
   const int64_t begin =
-      window.left < 0 ? 0
-                      : Clamp(position - window.left, 0, extent.kv_length);
-  const int64_t end =
-      window.right < 0
-          ? extent.kv_length
-          : Clamp(position + window.right + 1, 0, extent.kv_length);
+      window.left < 0 ? 0 : Clamp(position - window.left, 0, extent.kv_length);
+  const int64_t end = window.right < 0 ? extent.kv_length
+                                       : Clamp(position + window.right + 1, 0,
+                                               extent.kv_length);
   return begin < end ? KeyRange{begin, end} : KeyRange{0, 0};
 }
 
