@@ -21,7 +21,8 @@ def normal(*shape, seed=0):
 
 
 def assert_like_loop(call, axes, args, tolerance=1e-5):
-    got = jax.vmap(call, in_axes=axes)(*args)
+    call = jax.jit(call)
+    got = jax.jit(jax.vmap(call, in_axes=axes))(*args)
     for i in range(SIZE):
         own = [
             x

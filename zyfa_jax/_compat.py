@@ -25,12 +25,12 @@ def lower_with_devices(primitive: Primitive) -> None:
 def mesh_axes(sharding: Sharding, mesh: Mesh, rank: int) -> tuple[Any, ...]:
     """The mesh axes of each dimension of what the partitioner hands over.
 
-    All None for a sharding that splits a mesh axis, which no axis name can say.
+    All None for a sharding that no axis names can say, such as by half an axis.
     """
     hlo = sharding._to_xla_hlo_sharding(rank)
     try:
         spec = tuple(parse_flatten_op_sharding(hlo, mesh)[0])
-    except ValueError:
+    except (KeyError, ValueError):
         return (None,) * rank
     return spec + (None,) * (rank - len(spec))
 

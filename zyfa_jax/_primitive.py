@@ -118,12 +118,13 @@ def _batch(
         x if i in kv_operands else fold(x, dim)
         for i, (x, dim) in enumerate(zip(operands, dims, strict=True))
     ]
-    results = attention_p.bind(*folded, spec=spec)
-    size = axis_data.size
+    q_shape = list(operands[0].shape)
+    if dims[0] is not None:
+        del q_shape[dims[0]]
+    lead = [q_shape[0]]
+    lead.insert(where, axis_data.size)
     unfolded = []
-    for x in results:
-        batch = x.shape[0] // size if size else 0
-        lead = (batch, size) if shares_kv else (size, batch)
+    for x in attention_p.bind(*folded, spec=spec):
         x = x.reshape(*lead, *x.shape[1:])
         unfolded.append(_constrain(x, where, axis_data.spmd_name))
     return unfolded, (where, where)
@@ -163,7 +164,7 @@ def _lower(
                 "the compiler calls back to split it; shard it by jax.shard_map, "
                 "which can"
             )
-        lower = _partitioned(spec)
+        lower = _partitioned(spec, jax.sharding.get_mesh())
         return mlir.lower_fun(lower, multiple_results=True)(ctx, *operands)
     avals: Any = ctx.avals_in
     q, _, v = avals[:3]
@@ -238,8 +239,10 @@ def _is_partitioned(axis_context: Any) -> bool:
 
 
 @functools.cache
-def _partitioned(spec: AttentionSpec) -> custom_partitioning:
+def _partitioned(spec: AttentionSpec, set_mesh: Mesh) -> custom_partitioning:
     """The call with batch and heads left where they are sharded.
+
+    `set_mesh` is the mesh of `jax.set_mesh`, for programs whose inputs name none.
 
     Any other sharded axis (tokens, head dim, descale blocks) is gathered first, by
     the compiler: every query needs all of them.
@@ -250,7 +253,7 @@ def _partitioned(spec: AttentionSpec) -> custom_partitioning:
         return tuple(attention_p.bind(*operands, spec=spec))
 
     call.def_partition(
-        partition=functools.partial(_partition, spec),
+        partition=functools.partial(_partition, spec, set_mesh),
         sharding_rule=_sharding_rule,
         decode_shardings=False,
     )
@@ -288,7 +291,11 @@ def _sharding_rule(
 
 
 def _partition(
-    spec: AttentionSpec, mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]
+    spec: AttentionSpec,
+    set_mesh: Mesh,
+    mesh: Mesh,
+    operands: Sequence[Any],
+    results: Sequence[Any],
 ) -> tuple[Mesh, Any, Any, Any]:
     """What each device computes: its own batch rows and query heads.
 
@@ -297,6 +304,10 @@ def _partition(
     one, or all of them and pick theirs.
     """
     q, k = operands[:2]
+    if mesh.empty:
+        mesh = set_mesh
+    if mesh.empty:  # no mesh names the shardings: every device computes it all
+        mesh = Mesh(np.array(list(q.sharding.device_set)), ("devices",))
     out_axes = _compat.mesh_axes(results[0].sharding, mesh, 4)
     q_axes = _compat.mesh_axes(q.sharding, mesh, 4)
     batch = _split(mesh, out_axes[0] or q_axes[0], q.shape[0], k.shape[0])
@@ -380,7 +391,10 @@ def _size(mesh: Mesh, names: tuple[str, ...]) -> int:
 def _is_aligned(x: Any, head_dim: int, q: Any, q_place: NamedSharding) -> bool:
     """Whether every device holds just the key/value rows and heads that its share of
     the queries reads."""
-    held = x.sharding.devices_indices_map(tuple(x.shape))
+    try:
+        held = x.sharding.devices_indices_map(tuple(x.shape))
+    except ValueError:  # unequal shares
+        return False
     for device, read in q_place.devices_indices_map(tuple(q.shape)).items():
         for dim, size in enumerate(x.shape):
             want = (0, size)
