@@ -570,11 +570,11 @@ def test_a_sink_and_far_blocks(dtype, implementation):
 
 
 @pytest.mark.parametrize("scale", [2.0**31, -(2.0**60)])
-@both("dtype", [F32, F16, BF16], [F32])
-def test_enormous_logits_pick_the_largest(dtype, scale, implementation):
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+def test_enormous_logits_pick_the_largest(dtype, scale):
     """Logits whose float32 neighbours are hundreds apart give no NaN."""
     q, k, v = make(tokens=(20, 150), heads=(2, 2), dims=(8, 8), dtype=dtype)
-    out, lse = LSE(q, k, v, scale=scale, implementation=implementation)
+    out, lse = LSE(q, k, v, scale=scale)
     assert np.isfinite(np.asarray(out, F32)).all()
     assert np.isfinite(lse).all()
     _, want = reference.attention(q, k, v, scale=scale)

@@ -193,7 +193,7 @@ def _forward_step(
     if fp8:
         p = _fp8_probabilities(dots, factor, finite, block_max, spec.quadratic)
     else:
-        # At enormous logits rounding alone could leave more than the maximum.
+        # Rounding alone could leave more than the maximum.
         excess = dots * factor[..., None] - finite[..., None]
         p = jnp.exp2(jnp.minimum(excess, np.float32(0)))
     p = jnp.where(see, p, np.float32(0))

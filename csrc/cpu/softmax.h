@@ -124,15 +124,14 @@ struct ExactProbability {
       state.max = block_max;
     }
     const F32 scale = Simd::Set(factor);
-    const F32 minus_max = Simd::Set(-state.max);
+    const F32 max = Simd::Set(state.max);
     F32 sum[2] = {};
     for (int key = begin; key < end; key += 2 * kLanes) {
       F32 p[2];
       for (int half = 0; half < 2; ++half) {
         const int at = key + half * kLanes;
-        // At enormous logits rounding alone could leave more than the maximum.
-        const F32 t =
-            Simd::Min(F32{}, Simd::MulAdd(Load(acc + at), scale, minus_max));
+        // Not fused, so that the largest logit leaves exactly 0 however large.
+        const F32 t = Load(acc + at) * scale - max;
         p[half] = Select(visible(at), Simd::Exp2<Engine::kExpDegree>(t), F32{});
         sum[half] += p[half];
       }
