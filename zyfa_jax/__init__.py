@@ -1,9 +1,9 @@
 """Prefill attention for JAX in FP8 and BF16."""
 
-from pkgutil import extend_path
+from pkgutil import extend_path as _extend_path
 
 # A checkout in the working directory finds the extension of the installed package.
-__path__ = extend_path(__path__, __name__)
+__path__ = _extend_path(__path__, __name__)
 
 from ._attention import attention as attention
 from ._ffi import Backend as Backend

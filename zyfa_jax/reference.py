@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import ml_dtypes
 import numpy as np
 
+from ._spec import canonical_window
+
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Float32, Int32, UInt8
 
@@ -430,13 +432,18 @@ def _canonical(
     if not batched:
         q, k, v = q[None], k[None], v[None]
     (b, t, h, d), (bk, s, kv_heads, _) = q.shape, k.shape
-    if k.shape[3] != d or v.shape[:3] != k.shape[:3] or b % bk or h % kv_heads:
+    if (
+        k.shape[3] != d
+        or v.shape[:3] != k.shape[:3]
+        or (b % bk if bk else b)
+        or h % kv_heads
+    ):
         raise ValueError(
             "q, k, v must be (B, T, H, D), (B, S, K, D), (B, S, K, Dv) with K dividing "
             f"H, got {q.shape}, {k.shape}, {v.shape}"
         )
     scale = 1 / math.sqrt(d) if scale is None else scale
-    left, right = _window(causal, window)
+    left, right = canonical_window(window, causal)
     q_lengths = np.clip(_per_batch(q_lengths, t, b), 0, t)
     kv_lengths = np.clip(_per_batch(kv_lengths, s, b), 0, s)
     return _Call(
@@ -453,16 +460,6 @@ def _canonical(
         right=right,
         batched=batched,
     )
-
-
-def _window(causal: bool, window) -> tuple[int | None, int | None]:
-    if window is None:
-        left = right = None
-    elif isinstance(window, tuple | list):
-        left, right = (None if w is None or w < 0 else int(w) for w in window)
-    else:
-        left = right = int(window)
-    return left, 0 if causal else right
 
 
 def _per_batch(x, default, b: int) -> np.ndarray:
