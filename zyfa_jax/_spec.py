@@ -56,7 +56,10 @@ class AttentionSpec:
     implementation: str | None = None
 
     def __post_init__(self) -> None:
-        if self.implementation not in (None, *IMPLEMENTATIONS):
+        asked = self.implementation
+        if asked is not None and (
+            not isinstance(asked, str) or asked not in IMPLEMENTATIONS
+        ):
             raise ValueError(
                 f"attention takes implementation=None or one of {IMPLEMENTATIONS}, "
                 f"not {self.implementation!r}"
