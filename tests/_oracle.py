@@ -13,8 +13,9 @@ FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 # Largest error of an output, relative to the same weighted mean of the values'
 # magnitudes, and largest error of the log-sum-exp (relative to 1 + its magnitude, and
 # absolute for FP8). Rounding the output to bfloat16 is 2**-9 of it and rounding the
-# probabilities as much again; logits of a hundred carry 1e-5 of float32 rounding; an e4m3 probability without an exponential is up to a
-# tenth off, on both sides of the quotient.
+# probabilities as much again; logits of a hundred carry 1e-5 of float32 rounding; an
+# e4m3 probability without an exponential is up to a tenth off, on both sides of the
+# quotient.
 TOLERANCES = {F32: (4e-5, 1e-5), F16: (3e-3, 1e-4), BF16: (1.2e-2, 1e-3)}
 FP8_TOLERANCES = (0.2, 0.11)
 FP8_RELATIVE = 0.06
