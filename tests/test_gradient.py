@@ -247,4 +247,5 @@ def test_memory_is_linear():
 
     gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
     analysis = gradient.lower(shape, shape, shape).compile().memory_analysis()
+    assert analysis is not None
     assert analysis.temp_size_in_bytes < 64 * 2**20
