@@ -38,6 +38,7 @@ MODELS: dict[reference.Probabilities, str] = {
     "exact block": "exact exp2, block scale",
     "linear": "exp-free, linear",
     "quadratic": "exp-free, quadratic",
+    "gfx950": "exp-free, linear and two chords (gfx950)",
 }
 AITER = "P in [0, 1], bfloat16 out (AITER)"
 BASELINE = MODELS["exact row"]

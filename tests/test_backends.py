@@ -10,10 +10,10 @@ import sys
 import jax
 import numpy as np
 import pytest
-from _oracle import FP8, assert_near_oracle, make
+from _oracle import BF16, F16, F32, FP8, assert_near_oracle, make
 
 import zyfa_jax
-from zyfa_jax import _ffi, attention
+from zyfa_jax import _ffi, attention, quantize
 
 EXTENSION = _ffi.load()
 needs_kernel = pytest.mark.skipif(
@@ -26,9 +26,13 @@ def platform(name):
     return next(x for x in zyfa_jax.backends() if x.platform == name)
 
 
-def lowered(platform, *, tokens=(20, 33), dims=(16, 24), **options):
+def lowered(platform, *, tokens=(20, 33), dims=None, dtype=None, **options):
+    """The program of a call that the platform's kernel takes, but for what is given."""
+    rocm = platform == "rocm"
+    dims = dims or ((128, 128) if rocm else (16, 24))
+    dtype = dtype or (BF16 if rocm else F32)
     call = jax.jit(functools.partial(attention, **options))
-    traced = call.trace(*make(tokens=tokens, dims=dims))
+    traced = call.trace(*make(tokens=tokens, dims=dims, dtype=dtype))
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -141,6 +145,84 @@ def test_other_head_dims_are_plain_on_every_platform():
         assert f"@{_ffi.TARGET}(" not in lowered(name, dims=(20, 24))
         with pytest.raises(NotImplementedError, match="not 20 and 24"):
             lowered(name, dims=(20, 24), implementation=name)
+
+
+ONES = {f"{name}_descale": 1.0 for name in "qkv"}
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128)])
+@pytest.mark.parametrize("options", [{}, {"dtype": F16}, {"dtype": FP8, **ONES}])
+def test_what_the_rocm_kernels_take_is_a_custom_call(dims, options):
+    for implementation in ("rocm", None):
+        text = lowered("rocm", dims=dims, implementation=implementation, **options)
+        assert f"@{_ffi.TARGET}(" in text
+        assert "quadratic = false" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dims": (128, 64)}, "head dims 128 and 128 or 192 and 128, not 128 and 64"),
+        ({"dims": (256, 256)}, "head dims .*, not 256 and 256"),
+        ({"dtype": F32}, "bfloat16, float16, float8_e4m3fn, not float32"),
+    ],
+)
+def test_what_the_rocm_kernels_do_not_take_is_plain(options, message):
+    assert f"@{_ffi.TARGET}(" not in lowered("rocm", **options)
+    with pytest.raises(NotImplementedError, match=f"'rocm'.* takes {message}"):
+        lowered("rocm", implementation="rocm", **options)
+
+
+def test_descales_of_keys_by_blocks_are_plain_on_rocm():
+    inputs = [quantize(x, granularity="block") for x in make(dims=(128, 128))]
+
+    def text(**options):
+        traced = jax.jit(functools.partial(attention, **options)).trace(*inputs)
+        return traced.lower(lowering_platforms=("rocm",)).as_text()
+
+    assert f"@{_ffi.TARGET}(" not in text()
+    with pytest.raises(NotImplementedError, match="one descale for all keys"):
+        text(implementation="rocm")
+
+
+def test_the_rocm_backend_names_what_is_built():
+    rocm = platform("rocm")
+    built = [] if EXTENSION is None else EXTENSION.rocm_archs()
+    assert rocm.targets == tuple(built)
+    assert rocm.kernel == bool(built)
+    if built:
+        assert "gfx950" in rocm.detail
+        assert "128 and 128 or 192 and 128" in rocm.detail
+        assert "blockwise path for others" in rocm.detail
+    else:
+        assert "ZYFA_ROCM_ARCHS" in rocm.detail
+
+
+class Gpu:
+    """A device of JAX's."""
+
+    def __init__(self, arch):
+        self.platform, self.compute_capability = "rocm", arch
+
+
+@pytest.mark.parametrize("archs", [["gfx942"], ["gfx950", "gfx942"]])
+def test_an_architecture_without_a_kernel_takes_the_plain_path(monkeypatch, archs):
+    devices = jax.devices
+    monkeypatch.setattr(_ffi, "_built", lambda _: ("gfx950",))
+    monkeypatch.setattr(
+        _ffi.jax,
+        "devices",
+        lambda name=None: list(map(Gpu, archs)) if name == "rocm" else devices(name),
+    )
+    rocm = platform("rocm")
+    assert rocm.present
+    assert "gfx942" in rocm.detail
+    assert "ZYFA_ROCM_ARCHS" in rocm.detail
+    assert f"@{_ffi.TARGET}(" not in lowered("rocm")
+    with pytest.raises(NotImplementedError, match=r"rocm.*backends\(\)"):
+        lowered("rocm", implementation="rocm")
+    archs[:] = ["gfx950"]
+    assert f"@{_ffi.TARGET}(" in lowered("rocm", tokens=(21, 33))
 
 
 def test_a_platform_unknown_to_us_takes_the_plain_path():

@@ -17,11 +17,16 @@ from zyfa_jax import attention, quantize
 CUSTOM_CALL = "custom_call @zyfa_attention"
 
 
-def inputs(tokens=20, kv_tokens=20, batch=8):
+def inputs(tokens=20, kv_tokens=20, batch=8, dim=16, dtype=jnp.float32):
     return tuple(
-        jax.random.normal(jax.random.key(i), (batch, t, heads, 16), jnp.float32)
+        jax.random.normal(jax.random.key(i), (batch, t, heads, dim), dtype)
         for i, (t, heads) in enumerate(((tokens, 4), (kv_tokens, 2), (kv_tokens, 2)))
     )
+
+
+def taken_by_all(**options):
+    """What the kernels of every platform take."""
+    return inputs(dim=128, dtype=jnp.bfloat16, **options)
 
 
 def call(q, k, v):
@@ -44,7 +49,7 @@ def export(function, *arrays, **options):
 @pytest.mark.parametrize("platform", ["cpu", "rocm", "cuda"])
 @pytest.mark.parametrize("function", [call, fp8_call])
 def test_lowering_for_a_platform(platform, function):
-    traced = jax.jit(function).trace(*inputs())
+    traced = jax.jit(function).trace(*taken_by_all())
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert (CUSTOM_CALL in text) == (platform != "cpu" or has_cpu_kernel())
 
@@ -59,20 +64,20 @@ def test_platform_without_a_kernel_takes_the_blockwise_path():
 
 
 def test_other_head_dims_take_the_blockwise_path():
-    arrays = [x[..., :12] for x in inputs()]
-    traced = jax.jit(call).trace(*arrays)
-    assert CUSTOM_CALL not in traced.lower(lowering_platforms=("rocm",)).as_text()
+    traced = jax.jit(call).trace(*(x[..., :12] for x in inputs()))
+    for platform in ("rocm", "cuda"):
+        assert CUSTOM_CALL not in traced.lower(lowering_platforms=(platform,)).as_text()
 
 
 def test_export_for_rocm_and_back():
-    exported = export(call, *inputs(), platforms=["rocm"])
+    exported = export(call, *taken_by_all(), platforms=["rocm"])
     assert exported.platforms == ("rocm",)
     assert CUSTOM_CALL in exported.mlir_module()
 
 
 @pytest.mark.parametrize("function", [call, fp8_call])
 def test_export_for_several_platforms(function):
-    arrays = inputs()
+    arrays = taken_by_all()
     exported = export(function, *arrays, platforms=["cpu", "rocm", "cuda"])
     got, want = exported.call(*arrays), jax.jit(function)(*arrays)
     jax.tree.map(np.testing.assert_array_equal, got, want)
@@ -80,7 +85,7 @@ def test_export_for_several_platforms(function):
 
 def test_export_needs_the_published_checks():
     with pytest.raises(ValueError, match="zyfa_attention"):
-        jax.export.export(jax.jit(call), platforms=["rocm"])(*inputs())
+        jax.export.export(jax.jit(call), platforms=["rocm"])(*taken_by_all())
 
 
 def loss_gradient(q, k, v):
@@ -107,7 +112,7 @@ def test_symbolic_shapes(function, dims):
 def test_export_of_shard_map():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     split = jax.shard_map(attention, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
-    arrays = inputs()
+    arrays = taken_by_all()
     exported = export(split, *arrays)
     sharded = [jax.device_put(x, NamedSharding(mesh, P("x"))) for x in arrays]
     np.testing.assert_array_equal(exported.call(*sharded), attention(*arrays))

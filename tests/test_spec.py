@@ -1,7 +1,9 @@
 """The rules of shapes and arguments, which neither trace nor run."""
 
 import dataclasses
+import re
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -129,11 +131,70 @@ def test_numbers_known_when_tracing(check, good, bad):
         check(np.asarray(bad))
 
 
+def refusal(kernel, dims=(128, 128), dtype=BF16, q=(1, 5, 2), kv=(1, 7, 1), **options):
+    spec = AttentionSpec(**{"window": (None, 0), "out_dtype": BF16, **options})
+    shapes = (*q, dims[0]), (*kv, dims[0]), (*kv, dims[1])
+    return _spec.kernel_refusal(kernel, shapes, dtype, spec)
+
+
 @pytest.mark.parametrize("dim", range(1, 300))
 def test_the_kernels_take_head_dims_by_eight_up_to_256(dim):
     expected = dim in range(8, 257, 8)
-    assert _spec.kernel_takes((1, 1, 1, dim), (1, 1, 1, 128)) == expected
-    assert _spec.kernel_takes((1, 1, 1, 128), (1, 1, 1, dim)) == expected
+    for kernel in ("cpu", "cuda"):
+        assert (refusal(kernel, (dim, 128)) is None) == expected
+        assert (refusal(kernel, (128, dim)) is None) == expected
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, FP8], ids=str)
+def test_the_kernels_take_dtypes(dtype):
+    assert refusal("cpu", dtype=dtype) is None
+    assert (refusal("rocm", dtype=dtype) is None) == (dtype != F32)
+
+
+@pytest.mark.parametrize("dim", range(8, 257, 8))
+def test_the_rocm_kernels_take_two_pairs_of_head_dims(dim):
+    assert (refusal("rocm", (dim, 128)) is None) == (dim in (128, 192))
+    assert (refusal("rocm", (128, dim)) is None) == (dim == 128)
+
+
+@pytest.mark.parametrize(
+    ("taken", "refused", "message"),
+    [
+        ({"q_block": 128}, {"kv_block": 128}, "one descale for all keys .*, not .*128"),
+        ({"q": (1, 2**31 - 2**16 - 1, 1)}, {"q": (1, 2**31 - 2**16, 1)}, "tokens, not"),
+        (
+            {"kv": (1, 2**31 - 2**16 - 1, 1)},
+            {"kv": (1, 2**31 - 2**16, 1)},
+            "fewer than 2147418112 tokens, not 2147418112",
+        ),
+        ({"q": (1, 1, 65535)}, {"q": (1, 1, 65536)}, "bytes of a token, not 65536 x"),
+        (
+            {"q": (1, 1, 32767), "out_dtype": F32},
+            {"q": (1, 1, 32768), "out_dtype": F32},
+            "fewer than 16777216 bytes of a token, not 32768 x 512",
+        ),
+        (
+            {"q": (2**15 - 1, 256, 256)},
+            {"q": (2**15, 256, 256)},
+            "fewer than 8388608 blocks of 256 queries, not 8388608",
+        ),
+        (
+            {"window": (2**31 - 1, 2**32)},
+            {"window": (2**31, 0)},
+            "windows of fewer than 2147483648 tokens, not 2147483648",
+        ),
+        ({"window": (None, None)}, {"window": (0, 2**32 - 1)}, "windows .*4294967295"),
+    ],
+)
+def test_the_rocm_kernels_count_in_32_bits(taken, refused, message):
+    assert refusal("rocm", **taken) is None
+    assert re.search(message, refusal("rocm", **refused) or "")
+    assert refusal("cpu", **refused) is None
+
+
+def test_sizes_that_are_not_known_are_taken():
+    batch, tokens = jax.export.symbolic_shape("b, t")
+    assert refusal("rocm", q=(batch, tokens, 2), kv=(batch, tokens, 1)) is None
 
 
 def test_defaults():

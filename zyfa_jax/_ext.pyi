@@ -6,7 +6,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 def registrations() -> dict[str, Any]:
-    """FFI handler capsules of the platform "cpu", by target name."""
+    """Handlers of the FFI target "zyfa_attention", by platform of registration.
+
+    Each as `jax.ffi.register_ffi_target` takes it.
+    """
+
+def rocm_handler_on_host() -> Any:
+    """The handler of ROCm for the platform "cpu", whose buffers are the host's.
+
+    With a library in HIP's place that launches on host memory; the CPU device's
+    number is the GPU's.
+    """
+
+def rocm_archs() -> list[str]:
+    """Architectures of AMD GPUs whose kernels are built in."""
+
+def rocm_code_object(arch: str) -> bytes:
+    """The machine code for one of `rocm_archs()`, an ELF file.
+
+    Raises:
+      ValueError: none is built in for it.
+    """
 
 def cpu_targets() -> list[str]:
     """Instruction sets compiled in and usable on this machine, best first."""

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import logging
+from collections.abc import Iterator
 from types import ModuleType
 
 import jax
 
+from . import _spec
+
 TARGET = "zyfa_attention"
+# Custom call targets by the platform that a call is lowered for and the platform whose
+# kernel it takes.
+_TARGETS = {(name, name): TARGET for name in _spec.KERNELS}
 logger = logging.getLogger("zyfa_jax")
 
 _REMEDY = {
     "cpu": "reinstall with a C++17 compiler present: pip install --force-reinstall .",
-    "rocm": "this version holds no gfx950 kernel; calls take the blockwise path",
+    "rocm": (
+        "reinstall with its architecture named: pip install --force-reinstall "
+        "-C cmake.define.ZYFA_ROCM_ARCHS=gfx950 . ; calls take the blockwise path"
+    ),
     "cuda": "this version holds no Hopper kernel; calls take the blockwise path",
 }
 
@@ -47,14 +57,57 @@ def load() -> ModuleType | None:
     except ImportError as error:
         logger.warning("the compiled extension did not load: %s", error)
         return None
-    for name, handler in extension.registrations().items():
-        jax.ffi.register_ffi_target(name, handler, platform="cpu")
+    for platform, handlers in extension.registrations().items():
+        jax.ffi.register_ffi_target(TARGET, handlers, platform=platform)
     return extension
 
 
+def target(platform: str | None, kernel: str | None) -> str | None:
+    """The custom call by which code for a platform calls a platform's kernel."""
+    return _TARGETS.get((platform or "", kernel or ""))
+
+
+@contextlib.contextmanager
+def stand_in() -> Iterator[None]:
+    """Lets code for the CPU call the ROCm kernel, by implementation="rocm".
+
+    For tests that put a library in HIP's place which reads and writes host memory.
+    """
+    extension = load()
+    if extension is None:
+        raise RuntimeError("the compiled extension is not here")
+    name = f"{TARGET}_rocm"
+    jax.ffi.register_ffi_target(name, extension.rocm_handler_on_host(), platform="cpu")
+    _TARGETS["cpu", "rocm"] = name
+    try:
+        yield
+    finally:
+        del _TARGETS["cpu", "rocm"]
+
+
 def has_kernel(platform: str) -> bool:
-    """Whether this process can run a kernel of ours on the platform."""
-    return platform == "cpu" and load() is not None
+    """Whether this process can run a kernel of ours on its devices of the platform."""
+    built = _built(platform)
+    return bool(built) and all(arch in built for arch in _archs(platform))
+
+
+def _built(platform: str) -> tuple[str, ...]:
+    """The instruction sets or architectures of the platform's kernel, best first."""
+    extension = load()
+    if extension is None:
+        return ()
+    if platform == "cpu":
+        return tuple(extension.cpu_targets())
+    return tuple(extension.rocm_archs()) if platform == "rocm" else ()
+
+
+def _archs(platform: str) -> tuple[str, ...]:
+    """The architectures of the platform's devices in this process, as far as known."""
+    if platform != "rocm" or not is_present(platform):
+        return ()
+    known = (getattr(x, "compute_capability", "") for x in jax.devices(platform))
+    archs = {str(x).partition(":")[0] for x in known}
+    return tuple(sorted(x for x in archs if x.startswith("gfx")))
 
 
 def is_present(platform: str) -> bool:
@@ -77,13 +130,16 @@ def backends() -> tuple[Backend, ...]:
 
 
 def _backend(platform: str) -> Backend:
-    extension = load() if has_kernel(platform) else None
-    targets: tuple[str, ...] = tuple(extension.cpu_targets()) if extension else ()
-    if targets:
-        detail = (
-            f"kernel ({targets[0]}) for head dims that are multiples of 8 up to 256; "
-            "the blockwise path for others"
-        )
-    else:
+    built = _built(platform)
+    if not built:
         detail = f"no kernel: {_REMEDY[platform]}"
-    return Backend(platform, bool(targets), targets, is_present(platform), detail)
+    elif has_kernel(platform):
+        limits = _spec.KERNELS[platform]
+        detail = f"kernel ({built[0]}) for {limits}; the blockwise path for others"
+    else:
+        detail = (
+            f"kernel ({built[0]}), but the devices here are "
+            f"{', '.join(_archs(platform))}: the CMake option ZYFA_ROCM_ARCHS says for "
+            "which kernels are built; calls take the blockwise path"
+        )
+    return Backend(platform, bool(built), built, is_present(platform), detail)

@@ -151,7 +151,9 @@ def _lower(
     platform: str | None,
 ) -> Any:
     """The custom call, the blockwise path, or either of them on shards."""
-    if spec.implementation not in (None, "reference", platform):
+    forced = spec.implementation not in (None, "reference")
+    kernel = spec.implementation if forced else platform
+    if forced and _ffi.target(platform, kernel) is None:
         raise NotImplementedError(
             f"attention(implementation={spec.implementation!r}) was lowered for "
             f"{platform or 'a platform without a kernel'}: it takes None, 'reference' "
@@ -167,16 +169,17 @@ def _lower(
         lower = _partitioned(spec, jax.sharding.get_mesh())
         return mlir.lower_fun(lower, multiple_results=True)(ctx, *operands)
     avals: Any = ctx.avals_in
-    q, _, v = avals[:3]
-    if not _takes_kernel(spec, platform, q.shape, v.shape):
+    q = avals[0]
+    target = _custom_call(spec, platform, kernel, avals[:3])
+    if target is None:
         _ffi.logger.debug("attention on %s: blockwise path, %s", platform, q.shape)
         forward = functools.partial(_blockwise.forward, spec=spec)
         with _compat.without_mesh():
             return mlir.lower_fun(forward, multiple_results=True)(ctx, *operands)
     _ffi.logger.debug("attention on %s: kernel, %s", platform, q.shape)
     left, right = (-1 if side is None else side for side in spec.window)
-    quadratic = platform == "cpu" if spec.quadratic is None else spec.quadratic
-    return jax.ffi.ffi_lowering(_ffi.TARGET)(
+    quadratic = kernel == "cpu" if spec.quadratic is None else spec.quadratic
+    return jax.ffi.ffi_lowering(target)(
         ctx,
         *operands,
         window_left=np.int64(left),
@@ -194,37 +197,37 @@ for _platform in ("cpu", "rocm", "cuda"):
     )
 
 
-def _takes_kernel(
+def _custom_call(
     spec: AttentionSpec,
     platform: str | None,
-    q_shape: tuple[Any, ...],
-    v_shape: tuple[Any, ...],
-) -> bool:
-    """Whether the call becomes a custom call.
+    kernel: str | None,
+    avals: Sequence[ShapedArray],
+) -> str | None:
+    """The target of the custom call that a call on q, k and v becomes, or None.
 
     For a platform that this process has no device of, lowering is for another
     machine, and the custom call's handler is that machine's.
     """
-    if platform is None or spec.implementation == "reference":
-        return False
-    if not _spec.kernel_takes(q_shape, v_shape):
+    target = _ffi.target(platform, kernel)
+    if not (platform and kernel and target) or spec.implementation == "reference":
+        return None
+    shapes = [x.shape for x in avals]
+    refusal = _spec.kernel_refusal(kernel, shapes, avals[0].dtype, spec)
+    if refusal is not None:
         if spec.implementation is not None:
             raise NotImplementedError(
-                f"attention(implementation={spec.implementation!r}) takes head dims "
-                f"that are multiples of 8 up to 256, not {q_shape[-1]} and "
-                f"{v_shape[-1]}; implementation=None takes any"
+                f"attention(implementation={spec.implementation!r}) takes {refusal}; "
+                "implementation=None takes any"
             )
-        return False
-    if _ffi.has_kernel(platform):
-        return True
-    if _ffi.is_present(platform):
+        return None
+    if not _ffi.has_kernel(kernel) and _ffi.is_present(platform):
         if spec.implementation is not None:
             raise NotImplementedError(
                 f"attention(implementation={spec.implementation!r}): no kernel was "
-                f"built for {platform}; zyfa_jax.backends() says what is and the remedy"
+                f"built for {kernel}; zyfa_jax.backends() says what is and the remedy"
             )
-        return False
-    return True
+        return None
+    return target
 
 
 def _is_partitioned(axis_context: Any) -> bool:

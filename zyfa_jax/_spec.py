@@ -159,9 +159,101 @@ def check_descale(name: str, value: np.ndarray) -> None:
         )
 
 
-def kernel_takes(q_shape: tuple[Any, ...], v_shape: tuple[Any, ...]) -> bool:
-    """Whether the kernels take these head dims; the blockwise path takes the rest."""
-    return all(dim % 8 == 0 and 8 <= dim <= 256 for dim in (q_shape[-1], v_shape[-1]))
+@dataclasses.dataclass(frozen=True)
+class KernelLimits:
+    """What one platform's kernel takes; the blockwise path takes the rest.
+
+    Attributes:
+      dtypes: of q, k and v.
+      head_dims: pairs of query/key and value head dim; None for any multiples of 8 up
+        to 256.
+      key_blocks: whether a head's keys and values may have several descales.
+      int32: whether it counts tokens, bytes of a token and blocks of queries in 32
+        bits.
+    """
+
+    dtypes: tuple[np.dtype, ...] = _INPUT_DTYPES
+    head_dims: tuple[tuple[int, int], ...] | None = None
+    key_blocks: bool = True
+    int32: bool = False
+
+    def __str__(self) -> str:
+        text = self.dims_text()
+        if self.dtypes != _INPUT_DTYPES:
+            text += f" in {_names(self.dtypes)}"
+        if not self.key_blocks:
+            text += " with one descale for all keys of a head"
+        return text
+
+    def dims_text(self) -> str:
+        if self.head_dims is None:
+            return "head dims that are multiples of 8 up to 256"
+        pairs = " or ".join(f"{d} and {e}" for d, e in self.head_dims)
+        return f"head dims {pairs}"
+
+    def takes_dims(self, dims: tuple[Any, Any]) -> bool:
+        if self.head_dims is None:
+            return all(dim % 8 == 0 and 8 <= dim <= 256 for dim in dims)
+        return dims in self.head_dims
+
+
+KERNELS = {
+    "cpu": KernelLimits(),
+    "rocm": KernelLimits(
+        dtypes=(*_INPUT_DTYPES[:2], FLOAT8),
+        head_dims=((128, 128), (192, 128)),
+        key_blocks=False,
+        int32=True,
+    ),
+    "cuda": KernelLimits(),
+}
+
+
+def kernel_refusal(
+    kernel: str,
+    shapes: Sequence[tuple[Any, ...]],
+    dtype: np.dtype,
+    spec: AttentionSpec,
+) -> str | None:
+    """What a platform's kernel takes that the call is not, None where it takes it.
+
+    Args:
+      kernel: the platform.
+      shapes: of q, k and v; sizes that are not known are taken.
+      dtype: of q, k and v.
+      spec: the rest of the call.
+    """
+    limits = KERNELS[kernel]
+    q, _, v = shapes
+    dims = q[-1], v[-1]
+    if not limits.takes_dims(dims):
+        return f"{limits.dims_text()}, not {dims[0]} and {dims[1]}"
+    if dtype not in limits.dtypes:
+        return f"{_names(limits.dtypes)}, not {dtype.name}"
+    if spec.kv_block and not limits.key_blocks:
+        return f"one descale for all keys of a head, not one per {spec.kv_block} keys"
+    return _too_large(shapes, dtype, spec) if limits.int32 else None
+
+
+def _too_large(
+    shapes: Sequence[tuple[Any, ...]], dtype: np.dtype, spec: AttentionSpec
+) -> str | None:
+    """The 32-bit limits of csrc/ffi/rocm_handler.cc."""
+    (batch, q_tokens, heads, head_dim), (_, kv_tokens, *_), (*_, value_dim) = shapes
+    for tokens in (q_tokens, kv_tokens):
+        if isinstance(tokens, int) and tokens >= 2**31 - 2**16:
+            return f"fewer than {2**31 - 2**16} tokens, not {tokens}"
+    head_bytes = max(head_dim * dtype.itemsize, value_dim * spec.out_dtype.itemsize)
+    if isinstance(heads, int) and heads * head_bytes >= 2**24:
+        return f"fewer than {2**24} bytes of a token, not {heads} x {head_bytes}"
+    if all(isinstance(x, int) for x in (batch, heads, q_tokens)):
+        blocks = batch * heads * -(-q_tokens // 256)
+        if blocks >= 2**23:
+            return f"fewer than {2**23} blocks of 256 queries, not {blocks}"
+    for side in spec.window:
+        if side is not None and 2**31 <= side < 2**32:
+            return f"windows of fewer than {2**31} tokens, not {side}"
+    return None
 
 
 def default_scale(head_dim: int) -> float:

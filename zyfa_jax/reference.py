@@ -38,10 +38,13 @@ __all__ = [
 KEY_BLOCK = 128
 """Keys that share one power-of-two scale in the FP8 arithmetic."""
 
-Probabilities = Literal["linear", "quadratic", "exact block", "exact row", "unit"]
+Probabilities = Literal[
+    "linear", "quadratic", "gfx950", "exact block", "exact row", "unit"
+]
 PROBABILITIES: tuple[Probabilities, ...] = (
     "linear",
     "quadratic",
+    "gfx950",
     "exact block",
     "exact row",
     "unit",
@@ -53,7 +56,17 @@ _TOP = 8
 _TOP_CODE = np.float32(120)
 _MAX_CODE = np.float32(126)
 _MAX_SHIFT = np.float32(120)
-_LINEAR_OFFSET = np.float32(0.45)
+_UNORM16 = np.float32(65535)
+_LINEAR_CODES = np.float32(2048) / _UNORM16
+_LINEAR_TOP = (np.float32(120) - np.float32(0.45) + np.float32(0.5)) * (
+    np.float32(256) / _UNORM16
+)
+_LINEAR_LARGEST = np.float32(127 * 256 - 1) / _UNORM16
+_CHORD_BITS = np.float32(1024) / _UNORM16
+_CHORD_TOP = (np.float32(15 + _TOP) - np.float32(1.05756)) * _CHORD_BITS
+_CHORD_SECOND = np.float16(0.70710678)
+_GFX950_CHORD_KEYS = 64
+"""Keys of a block, its first ones, whose codes gfx950's kernel makes by chords."""
 _CURVATURE = np.float32(0.3437)
 _E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 _ROWS, _LOGITS = 512, 1 << 22
@@ -134,7 +147,9 @@ def fp8_attention(
     `probabilities`, each an e4m3 number per key, M being the row's running maximum of
     the logits in log2 and m the maximum of the key's block of 128:
       "linear", "quadratic": codes computed without an exponential, see
-        `fp8_softmax_block`. What the kernels of this package do.
+        `fp8_softmax_block`. The CPU kernel's, the latter by default.
+      "gfx950": the first half of a block's keys coded by two chords, the others
+        linearly. What the kernel for AMD's gfx950 does.
       "exact block": 2**(t - M + n + 8), n = floor(M - m), weighted by 2**-n.
       "exact row": 2**(t - M + 8), as Composable Kernel and FlashAttention-3 do.
       "unit": 2**(t - M), the row sum taken before rounding, as AITER's FP8 prefill
@@ -191,6 +206,7 @@ def fp8_softmax_block(
     factor: Float32[np.ndarray, " r"],
     running_max: Float32[np.ndarray, " r"],
     quadratic: bool,
+    chord_keys: int = 0,
 ) -> tuple[
     UInt8[np.ndarray, "r n"],
     Int32[np.ndarray, " r"],
@@ -203,8 +219,11 @@ def fp8_softmax_block(
     octave, so one fused multiply-add of the logit and a rounding give the code: the
     idea of Schraudolph, "A Fast, Compact Approximation of the Exponential Function",
     Neural Computation 11 (1999). The linear code subtracts 0.45, the constant that
-    balances its error; the quadratic one bends the line: 2**f is close to
-    1 + f - 0.3437 f (1 - f) for f in [0, 1).
+    balances its error, and is made in 1/256 of a code, as a fraction of 65535; the
+    quadratic one bends the line: 2**f is close to 1 + f - 0.3437 f (1 - f) for f in
+    [0, 1). Two chords: float16 bits linear in u stand for a number above 2**u in an
+    arch over each octave; the weighted sum with the number half an octave of bits on,
+    whose arches are half an octave off, follows 2**u to within 0.8 %, and is rounded.
 
     All arithmetic is in float32, and this is its definition: every kernel gives the
     same codes from the same arguments.
@@ -215,6 +234,7 @@ def fp8_softmax_block(
       factor: what turns acc into a logit in log2, at least 0.
       running_max: the rows' maximum logit so far, in log2; -inf if there is none.
       quadratic: whether the quadratic term is used.
+      chord_keys: how many of the first keys are coded by two chords instead.
 
     Returns:
       codes: e4m3 bit patterns, 0 where not visible.
@@ -226,24 +246,40 @@ def fp8_softmax_block(
     factor = np.asarray(factor, np.float32)
     new_max, block_max = _maxima(acc, visible, factor, running_max)
     shift = _block_shift(new_max, block_max)
-    reference = new_max - shift
-    eight = np.float32(8)
+    reference = new_max - shift.astype(np.float32)
+    per_octave = np.float32(8) if quadratic else _LINEAR_CODES
+    top = _TOP_CODE if quadratic else _LINEAR_TOP
     with np.errstate(invalid="ignore", over="ignore"):
-        if quadratic:
-            base = _fma(-eight, reference, _TOP_CODE)
-        else:
-            base = _fma(-eight, reference, np.float32(_TOP_CODE - _LINEAR_OFFSET))
-        x = _fma(acc, (eight * factor)[:, None], base[:, None])
-        x = np.clip(x, np.float32(0), _MAX_CODE)
-        if quadratic:
-            within = x - eight * np.floor(x / eight)
-            bend = _fma(within, _CURVATURE / eight, -_CURVATURE)
-            x = _fma(within, bend, x)
+        base = top - per_octave * reference
+        x = _fma(acc, (per_octave * factor)[:, None], base[:, None])
     valid = visible & ~np.isnan(new_max)[:, None]
-    codes = np.rint(np.where(valid, x, 0)).astype(np.uint8)
+    x = np.where(valid, x, np.float32(0))
+    if quadratic:
+        x = np.clip(x, np.float32(0), _MAX_CODE)
+        within = x - 8 * np.floor(x / 8)
+        bend = _fma(within, _CURVATURE / 8, -_CURVATURE)
+        codes = np.rint(_fma(within, bend, x)).astype(np.uint8)
+    else:
+        x = np.clip(x, np.float32(0), _LINEAR_LARGEST)
+        codes = (np.rint(x * _UNORM16).astype(np.int32) >> 8).astype(np.uint8)
+    if chord_keys:
+        first = np.s_[:, :chord_keys]
+        codes[first] = _chord_codes(acc[first], valid[first], factor, reference)
     row_sum = _E4M3[codes].sum(axis=1, dtype=np.float64)
     row_sum = np.where(np.isnan(new_max), np.nan, row_sum).astype(np.float32)
     return codes, shift, new_max, row_sum
+
+
+def _chord_codes(acc, valid, factor, reference) -> UInt8[np.ndarray, "r n"]:
+    with np.errstate(invalid="ignore", over="ignore"):
+        base = _CHORD_TOP - _CHORD_BITS * reference
+        x = _fma(acc, (_CHORD_BITS * factor)[:, None], base[:, None])
+    x = np.clip(np.where(valid, x, 0), np.float32(0), np.float32(1))
+    bits = np.rint(x * _UNORM16).astype(np.uint16)
+    arch = bits.view(np.float16)
+    shifted = (bits + np.uint16(512)).view(np.float16)
+    total = arch.astype(np.float64) + shifted.astype(np.float64) * _CHORD_SECOND
+    return total.astype(np.float16).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
 
 
 def _maxima(acc, visible, factor, running_max):
@@ -297,10 +333,10 @@ _Step = Callable[..., tuple[np.ndarray, np.ndarray, np.ndarray]]
 """(acc, visible, factor, running_max) -> probabilities, new_max, row_sum."""
 
 
-def _codes(quadratic: bool) -> _Step:
+def _codes(quadratic: bool = False, chord_keys: int = 0) -> _Step:
     def step(acc, visible, factor, running_max):
         codes, shift, new_max, row_sum = fp8_softmax_block(
-            acc, visible, factor, running_max, quadratic
+            acc, visible, factor, running_max, quadratic, chord_keys
         )
         weight = np.exp2(-shift.astype(np.float32))
         return _E4M3[codes] * weight[:, None], new_max, row_sum * weight
@@ -326,8 +362,9 @@ def _exact(top: int, *, block_scale: bool = False, rounded_sum: bool = True) -> 
 
 
 _STEPS: dict[Probabilities, _Step] = {
-    "linear": _codes(quadratic=False),
+    "linear": _codes(),
     "quadratic": _codes(quadratic=True),
+    "gfx950": _codes(chord_keys=_GFX950_CHORD_KEYS),
     "exact block": _exact(_TOP, block_scale=True),
     "exact row": _exact(_TOP),
     "unit": _exact(0, rounded_sum=False),

@@ -75,7 +75,7 @@ ZYFA_INLINE Fp8Block PlanFp8Block(float largest_acc, float factor,
   const float new_max = block_max > running_max ? block_max : running_max;
   const int shift = numerics::BlockShift(new_max, block_max);
   const float reference = new_max - static_cast<float>(shift);
-  return {new_max, shift, Code::kOffset - 8.0f * reference, false};
+  return {new_max, shift, Code::Offset(reference), false};
 }
 
 // Calls emit(key, codes, next_codes) for each two vectors of keys: e4m3 codes,
@@ -84,15 +84,14 @@ template <class Code, class Visible, class Emit>
 ZYFA_INLINE void EmitFp8Codes(const float* acc, int begin, int end,
                               Visible visible, float factor,
                               const Fp8Block& block, Emit emit) {
-  const F32 factor8 = Simd::Set(8.0f * factor);
+  const F32 slope = Simd::Set(Code::Slope(factor));
   const F32 offset = Simd::Set(block.offset);
   for (int key = begin; key < end; key += 2 * kLanes) {
     I32 codes[2];
     for (int half = 0; half < 2; ++half) {
       const int at = key + half * kLanes;
-      codes[half] =
-          Code::template Apply<Simd>(Load(acc + at), factor8, offset) &
-          visible(at);
+      codes[half] = Code::template Apply<Simd>(Load(acc + at), slope, offset) &
+                    visible(at);
     }
     emit(key, codes[0], codes[1]);
   }

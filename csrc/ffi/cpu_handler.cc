@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <exception>
 #include <memory>
 #include <string>
 
@@ -86,46 +85,10 @@ ffi::Error Run(ffi::ThreadPool pool, const AttentionCall& call) {
   return ffi::Error::Success();
 }
 
-ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k,
-                     ffi::AnyBuffer v, ffi::AnyBuffer q_scale,
-                     ffi::AnyBuffer k_scale, ffi::AnyBuffer v_scale,
-                     ffi::AnyBuffer q_offset, ffi::AnyBuffer q_lengths,
-                     ffi::AnyBuffer kv_lengths, ffi::Result<ffi::AnyBuffer> out,
-                     ffi::Result<ffi::AnyBuffer> lse, int64_t window_left,
-                     int64_t window_right, int64_t q_block, int64_t kv_block,
-                     bool quadratic) {
-  try {
-    return Run(pool, {q, k, v, q_scale, k_scale, v_scale, q_offset, q_lengths,
-                      kv_lengths, *out, *lse, window_left, window_right,
-                      q_block, kv_block, quadratic});
-  } catch (const std::exception& e) {
-    return ffi::Error::Internal(std::string("zyfa_attention: ") + e.what());
-  }
-}
-
 }  // namespace
 
 XLA_FFI_Error* CpuAttention(XLA_FFI_CallFrame* call_frame) {
-  static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<ffi::ThreadPool>()
-                             .Arg<ffi::AnyBuffer>()  // q
-                             .Arg<ffi::AnyBuffer>()  // k
-                             .Arg<ffi::AnyBuffer>()  // v
-                             .Arg<ffi::AnyBuffer>()  // q_scale
-                             .Arg<ffi::AnyBuffer>()  // k_scale
-                             .Arg<ffi::AnyBuffer>()  // v_scale
-                             .Arg<ffi::AnyBuffer>()  // q_offset
-                             .Arg<ffi::AnyBuffer>()  // q_lengths
-                             .Arg<ffi::AnyBuffer>()  // kv_lengths
-                             .Ret<ffi::AnyBuffer>()  // out
-                             .Ret<ffi::AnyBuffer>()  // lse
-                             .Attr<int64_t>("window_left")
-                             .Attr<int64_t>("window_right")
-                             .Attr<int64_t>("q_block")
-                             .Attr<int64_t>("kv_block")
-                             .Attr<bool>("quadratic")
-                             .To(Attention)
-                             .release();
+  static auto* const handler = AttentionHandler<ffi::ThreadPool>(Run).release();
   return handler->Call(call_frame);
 }
 

@@ -1,10 +1,13 @@
 // From FFI buffers and attributes to AttentionParams, with every dimension,
-// dtype and attribute checked.
+// dtype and attribute checked; and the handlers that begin so.
 
 #ifndef ZYFA_FFI_DECODE_H_
 #define ZYFA_FFI_DECODE_H_
 
 #include <cstdint>
+#include <exception>
+#include <initializer_list>
+#include <string>
 
 #include "csrc/ffi/attention_params.h"
 #include "xla/ffi/api/ffi.h"
@@ -23,6 +26,70 @@ struct AttentionCall {
 };
 
 xla::ffi::ErrorOr<AttentionParams> DecodeAttention(const AttentionCall& call);
+
+// What `call` returns; an exception becomes an error, since none may reach XLA.
+template <class Call>
+xla::ffi::Error GuardedCall(const Call& call) {
+  try {
+    return call();
+  } catch (const std::exception& e) {
+    return xla::ffi::Error::Internal(std::string("zyfa_attention: ") +
+                                     e.what());
+  }
+}
+
+// The handler of "zyfa_attention" that calls run(context, AttentionCall).
+template <class Context, class Run>
+auto AttentionHandler(Run run,
+                      std::initializer_list<xla::ffi::Traits> traits = {}) {
+  using xla::ffi::AnyBuffer;
+  using xla::ffi::Result;
+  return xla::ffi::Ffi::Bind()
+      .template Ctx<Context>()
+      .template Arg<AnyBuffer>()  // q
+      .template Arg<AnyBuffer>()  // k
+      .template Arg<AnyBuffer>()  // v
+      .template Arg<AnyBuffer>()  // q_scale
+      .template Arg<AnyBuffer>()  // k_scale
+      .template Arg<AnyBuffer>()  // v_scale
+      .template Arg<AnyBuffer>()  // q_offset
+      .template Arg<AnyBuffer>()  // q_lengths
+      .template Arg<AnyBuffer>()  // kv_lengths
+      .template Ret<AnyBuffer>()  // out
+      .template Ret<AnyBuffer>()  // lse
+      .template Attr<int64_t>("window_left")
+      .template Attr<int64_t>("window_right")
+      .template Attr<int64_t>("q_block")
+      .template Attr<int64_t>("kv_block")
+      .template Attr<bool>("quadratic")
+      .To(
+          [run](typename xla::ffi::CtxDecoding<Context>::Type context,
+                AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer q_scale,
+                AnyBuffer k_scale, AnyBuffer v_scale, AnyBuffer q_offset,
+                AnyBuffer q_lengths, AnyBuffer kv_lengths,
+                Result<AnyBuffer> out, Result<AnyBuffer> lse,
+                int64_t window_left, int64_t window_right, int64_t q_block,
+                int64_t kv_block, bool quadratic) {
+            const AttentionCall call = {q,
+                                        k,
+                                        v,
+                                        q_scale,
+                                        k_scale,
+                                        v_scale,
+                                        q_offset,
+                                        q_lengths,
+                                        kv_lengths,
+                                        *out,
+                                        *lse,
+                                        window_left,
+                                        window_right,
+                                        q_block,
+                                        kv_block,
+                                        quadratic};
+            return GuardedCall([&] { return run(context, call); });
+          },
+          traits);
+}
 
 }  // namespace zyfa
 

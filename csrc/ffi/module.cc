@@ -14,6 +14,8 @@
 
 #include "csrc/cpu/dispatch.h"
 #include "csrc/ffi/cpu_handler.h"
+#include "csrc/ffi/rocm_handler.h"
+#include "csrc/gpu/code_object.h"
 #include "csrc/numerics/online_softmax.h"
 
 namespace nb = nanobind;
@@ -40,11 +42,34 @@ void ForceCpuTarget(const std::optional<std::string>& name) {
   cpu::ForceTarget(name ? &UsableTarget(*name) : nullptr);
 }
 
+nb::capsule Handler(XLA_FFI_Handler* handler) {
+  return nb::capsule(reinterpret_cast<void*>(handler));
+}
+
 nb::dict Registrations() {
+  nb::dict rocm;
+  rocm["initialize"] = Handler(RocmInitialize);
+  rocm["execute"] = Handler(RocmAttention);
   nb::dict handlers;
-  handlers["zyfa_attention"] =
-      nb::capsule(reinterpret_cast<void*>(CpuAttention));
+  handlers["cpu"] = Handler(CpuAttention);
+  handlers["ROCM"] = rocm;
   return handlers;
+}
+
+std::vector<std::string> RocmArchs() {
+  std::vector<std::string> archs;
+  for (size_t i = 0; i < rocm::kCodeObjectCount; ++i) {
+    archs.push_back(rocm::kCodeObjects[i].arch);
+  }
+  return archs;
+}
+
+nb::bytes RocmCodeObject(const std::string& arch) {
+  for (size_t i = 0; i < rocm::kCodeObjectCount; ++i) {
+    const rocm::CodeObject& code = rocm::kCodeObjects[i];
+    if (arch == code.arch) return nb::bytes(code.data, code.size);
+  }
+  throw nb::value_error(("no code object for '" + arch + "'").c_str());
 }
 
 template <class T>
@@ -95,6 +120,10 @@ NB_MODULE(_ext, module) {
   using namespace zyfa;  // NOLINT(build/namespaces)
 
   module.def("registrations", &Registrations);
+  module.def("rocm_handler_on_host",
+             [] { return Handler(RocmAttentionOnHost); });
+  module.def("rocm_archs", &RocmArchs);
+  module.def("rocm_code_object", &RocmCodeObject, nb::arg("arch"));
   module.def("cpu_targets", [] { return Names(cpu::UsableTargets()); });
   module.def("compiled_cpu_targets",
              [] { return Names(cpu::CompiledTargets()); });

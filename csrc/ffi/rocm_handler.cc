@@ -1,0 +1,268 @@
+#include "csrc/ffi/rocm_handler.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <string>
+
+#include "csrc/ffi/attention_params.h"
+#include "csrc/ffi/decode.h"
+#include "csrc/gpu/code_object.h"
+#include "csrc/gpu/hip_driver.h"
+#include "csrc/gpu/launcher.h"
+#include "csrc/rocm/attention_args.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace zyfa {
+namespace {
+
+namespace ffi = xla::ffi;
+using rocm::AttentionArgs;
+
+struct Kernel {
+  DType dtype;
+  int64_t head_dim;
+  int64_t value_dim;
+  const char* name;
+};
+constexpr Kernel kKernels[] = {
+    {DType::kE4m3, 128, 128, "zyfa_attention_fp8_128x128"},
+    {DType::kE4m3, 192, 128, "zyfa_attention_fp8_192x128"},
+    {DType::kBF16, 128, 128, "zyfa_attention_bf16_128x128"},
+    {DType::kBF16, 192, 128, "zyfa_attention_bf16_192x128"},
+    {DType::kF16, 128, 128, "zyfa_attention_f16_128x128"},
+    {DType::kF16, 192, 128, "zyfa_attention_f16_192x128"},
+};
+
+constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
+// The kernels' int32 positions run past the last token by less than this.
+constexpr int64_t kMaxTokens = kInt32Max - (1 << 16);
+constexpr int64_t kMaxRowBytes = (1 << 24) - 1;
+// HIP takes fewer than 2^32 threads along a dimension.
+constexpr int64_t kMaxGroups = (int64_t{1} << 32) / rocm::kThreads - 1;
+
+// Never freed, as the modules that it holds.
+gpu::Launcher& Launcher() {
+  static auto* const launcher = new gpu::Launcher(
+      gpu::OpenHip, rocm::kCodeObjects, rocm::kCodeObjectCount,
+      "Build zyfa_jax with the device's architecture in the CMake option "
+      "ZYFA_ROCM_ARCHS, or call attention(implementation='reference')");
+  return *launcher;
+}
+
+ffi::Error ToFfi(const gpu::MaybeError& error) {
+  if (!error) return ffi::Error::Success();
+  auto code = ffi::ErrorCode::kInternal;
+  if (error->kind == gpu::ErrorKind::kUnavailable) {
+    code = ffi::ErrorCode::kFailedPrecondition;
+  } else if (error->kind == gpu::ErrorKind::kOutOfMemory) {
+    code = ffi::ErrorCode::kResourceExhausted;
+  }
+  return ffi::Error(code, "zyfa_attention: " + error->message);
+}
+
+int64_t SizeOf(DType dtype) {
+  return dtype == DType::kF32 ? 4 : dtype == DType::kE4m3 ? 1 : 2;
+}
+
+std::string Name(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return "float32";
+    case DType::kF16:
+      return "float16";
+    case DType::kBF16:
+      return "bfloat16";
+    case DType::kE4m3:
+      return "float8_e4m3fn";
+  }
+  return "";
+}
+
+rocm::OutType ToOutType(DType dtype) {
+  return dtype == DType::kF32   ? rocm::OutType::kF32
+         : dtype == DType::kF16 ? rocm::OutType::kF16
+                                : rocm::OutType::kBF16;
+}
+
+const Kernel* FindKernel(const AttentionParams& p) {
+  for (const Kernel& kernel : kKernels) {
+    if (kernel.dtype == p.in_dtype && kernel.head_dim == p.head_dim &&
+        kernel.value_dim == p.value_dim) {
+      return &kernel;
+    }
+  }
+  return nullptr;
+}
+
+// A window's side as the kernel takes it, -1 for one that reaches every key
+// from every int32 position; nothing where neither is exact.
+std::optional<int32_t> ToWindow(int64_t side) {
+  if (side < 0 || side >= int64_t{1} << 32) return -1;
+  if (side > kInt32Max) return std::nullopt;
+  return static_cast<int32_t>(side);
+}
+
+// What the kernels do not take of what DecodeAttention does, or nothing.
+std::string Refusal(const AttentionParams& p) {
+  const auto two = [](int64_t x, int64_t y) {
+    return std::to_string(x) + " and " + std::to_string(y);
+  };
+  if (FindKernel(p) == nullptr) {
+    return "bfloat16, float16 and float8_e4m3fn with head dims 128 and 128 or "
+           "192 and 128, got " +
+           Name(p.in_dtype) + " with " + two(p.head_dim, p.value_dim);
+  }
+  if (p.kv_block != 0) {
+    return "one descale for all keys, got kv_block " +
+           std::to_string(p.kv_block);
+  }
+  if (std::max(p.q_len, p.kv_len) > kMaxTokens) {
+    return "up to " + std::to_string(kMaxTokens) + " tokens, got " +
+           two(p.q_len, p.kv_len);
+  }
+  const int64_t head_bytes = std::max(p.head_dim * SizeOf(p.in_dtype),
+                                      p.value_dim * SizeOf(p.out_dtype));
+  if (p.heads > kMaxRowBytes / head_bytes) {
+    return "up to " + std::to_string(kMaxRowBytes) +
+           " bytes of a token over all heads, got " + std::to_string(p.heads) +
+           " heads of " + std::to_string(head_bytes) + " bytes";
+  }
+  if (!ToWindow(p.window_left) || !ToWindow(p.window_right)) {
+    return "windows of up to " + std::to_string(kInt32Max) +
+           " tokens or of 2**32 and more, got " +
+           two(p.window_left, p.window_right);
+  }
+  if (p.batch > kInt32Max) {
+    return "a batch that int32 holds, got " + std::to_string(p.batch);
+  }
+  const int64_t per_head =
+      rocm::GroupsPerHead(static_cast<int32_t>(p.q_len), 1);
+  if (per_head > 0 && p.heads > 0 &&
+      p.batch > kMaxGroups / (p.heads * per_head)) {
+    return "up to " + std::to_string(kMaxGroups) + " blocks of " +
+           std::to_string(rocm::kQueryBlock) +
+           " queries over all batch rows and heads, got " +
+           std::to_string(p.batch) + " rows of " + std::to_string(p.heads) +
+           " heads of " + std::to_string(per_head);
+  }
+  return "";
+}
+
+AttentionArgs ToArgs(const AttentionParams& p) {
+  const auto narrow = [](int64_t x) { return static_cast<int32_t>(x); };
+  AttentionArgs args;
+  args.q = p.q;
+  args.k = p.k;
+  args.v = p.v;
+  args.q_scale = p.q_scale;
+  args.k_scale = p.k_scale;
+  args.v_scale = p.v_scale;
+  args.q_offset = p.q_offset;
+  args.q_lengths = p.q_lengths;
+  args.kv_lengths = p.kv_lengths;
+  args.out = p.out;
+  args.lse = p.lse;
+  args.batch = narrow(p.batch);
+  args.kv_batch = narrow(p.kv_batch);
+  args.q_len = narrow(p.q_len);
+  args.kv_len = narrow(p.kv_len);
+  args.heads = narrow(p.heads);
+  args.kv_heads = narrow(p.kv_heads);
+  args.window_left = *ToWindow(p.window_left);
+  args.window_right = *ToWindow(p.window_right);
+  // A block of more queries than there are is all of them.
+  args.q_block = narrow(std::min(p.q_block, kInt32Max));
+  args.q_scales = narrow(p.q_scales);
+  args.out_type = ToOutType(p.out_dtype);
+  args.blocks_per_group = 1;
+  return args;
+}
+
+// Blocks of queries are paired, long with short, where later queries see more
+// keys than earlier ones and the pairs still fill the device twice over.
+int32_t BlocksPerGroup(const AttentionArgs& args, int compute_units) {
+  const bool grows = args.window_right >= 0 && args.window_left < 0;
+  const int64_t heads = int64_t{args.batch} * args.heads;
+  const bool pairs =
+      args.q_len > rocm::kQueryBlock &&
+      heads * rocm::GroupsPerHead(args.q_len, 2) >= int64_t{2} * compute_units;
+  return grows && pairs ? 2 : 1;
+}
+
+// `quadratic` is not looked at: the kernels' FP8 probabilities are linear.
+ffi::Error Run(int32_t device, void* stream, const AttentionParams& params) {
+  AttentionArgs args = ToArgs(params);
+  gpu::Device description;
+  if (auto error = Launcher().Load(device, &description)) return ToFfi(error);
+  args.blocks_per_group = BlocksPerGroup(args, description.compute_units);
+  const int64_t groups = int64_t{args.batch} * args.heads *
+                         rocm::GroupsPerHead(args.q_len, args.blocks_per_group);
+  return ToFfi(
+      Launcher().Run(device,
+                     {FindKernel(params)->name, static_cast<uint32_t>(groups),
+                      rocm::kThreads, &args, sizeof(args)},
+                     stream));
+}
+
+// Calls run(params) unless there is nothing to compute.
+template <class RunParams>
+ffi::Error Decode(const AttentionCall& call, const RunParams& run) {
+  const auto params = DecodeAttention(call);
+  if (params.has_error()) return params.error();
+  const std::string refusal = Refusal(*params);
+  if (!refusal.empty()) {
+    return ffi::Error::InvalidArgument(
+        "zyfa_attention: the ROCm kernels take " + refusal);
+  }
+  if (params->batch == 0 || params->heads == 0 || params->q_len == 0) {
+    return ffi::Error::Success();
+  }
+  return run(*params);
+}
+
+}  // namespace
+
+XLA_FFI_Error* RocmInitialize(XLA_FFI_CallFrame* call_frame) {
+  static auto* const handler =
+      ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
+          .Ctx<ffi::PlatformStream<void*>>()
+          .To([](void* stream) {
+            return GuardedCall([stream] {
+              int device;
+              auto error = Launcher().StreamDevice(stream, &device);
+              return ToFfi(error ? error : Launcher().Load(device));
+            });
+          })
+          .release();
+  return handler->Call(call_frame);
+}
+
+XLA_FFI_Error* RocmAttention(XLA_FFI_CallFrame* call_frame) {
+  static auto* const handler =
+      AttentionHandler<ffi::PlatformStream<void*>>(
+          [](void* stream, const AttentionCall& call) {
+            return Decode(call, [stream](const AttentionParams& params) {
+              int device;
+              const auto error = Launcher().StreamDevice(stream, &device);
+              return error ? ToFfi(error) : Run(device, stream, params);
+            });
+          },
+          {ffi::Traits::kCmdBufferCompatible})
+          .release();
+  return handler->Call(call_frame);
+}
+
+XLA_FFI_Error* RocmAttentionOnHost(XLA_FFI_CallFrame* call_frame) {
+  static auto* const handler =
+      AttentionHandler<ffi::DeviceOrdinal>([](int32_t device,
+                                              const AttentionCall& call) {
+        return Decode(call, [device](const AttentionParams& params) {
+          return Run(device, nullptr, params);
+        });
+      }).release();
+  return handler->Call(call_frame);
+}
+
+}  // namespace zyfa

@@ -1,0 +1,219 @@
+// Names for the gfx950 instructions that the kernels use. A wave has 64 lanes;
+// "half" is lane / 32.
+
+#ifndef ZYFA_ROCM_GFX950_INTRINSICS_H_
+#define ZYFA_ROCM_GFX950_INTRINSICS_H_
+
+#include <cstdint>
+
+#define ZYFA_DEVICE static inline __attribute__((device, always_inline))
+
+namespace zyfa::gfx950 {
+
+using F32x2 = float __attribute__((ext_vector_type(2)));
+using F32x4 = float __attribute__((ext_vector_type(4)));
+using F32x16 = float __attribute__((ext_vector_type(16)));
+using I32x2 = int32_t __attribute__((ext_vector_type(2)));
+using I32x4 = int32_t __attribute__((ext_vector_type(4)));
+using I32x8 = int32_t __attribute__((ext_vector_type(8)));
+using I16x2 = int16_t __attribute__((ext_vector_type(2)));
+using I16x4 = int16_t __attribute__((ext_vector_type(4)));
+using U16x2 = uint16_t __attribute__((ext_vector_type(2)));
+using BF16x2 = __bf16 __attribute__((ext_vector_type(2)));
+using BF16x8 = __bf16 __attribute__((ext_vector_type(8)));
+using F16x2 = _Float16 __attribute__((ext_vector_type(2)));
+using F16x8 = _Float16 __attribute__((ext_vector_type(8)));
+
+template <class To, class From>
+ZYFA_DEVICE To BitCast(From from) {
+  return __builtin_bit_cast(To, from);
+}
+
+// ---- Threads
+
+ZYFA_DEVICE int Thread() { return __builtin_amdgcn_workitem_id_x(); }
+ZYFA_DEVICE int Group() { return __builtin_amdgcn_workgroup_id_x(); }
+// Tells the compiler that all lanes hold the same number.
+ZYFA_DEVICE int Uniform(int x) { return __builtin_amdgcn_readfirstlane(x); }
+ZYFA_DEVICE bool AnyLane(bool x) { return __builtin_amdgcn_ballot_w64(x) != 0; }
+
+// Nothing moves across: neither instructions nor what memory holds.
+ZYFA_DEVICE void Barrier() {
+  asm volatile("" ::: "memory");
+  __builtin_amdgcn_sched_barrier(0);
+  __builtin_amdgcn_s_barrier();
+  __builtin_amdgcn_sched_barrier(0);
+  asm volatile("" ::: "memory");
+}
+
+// The wave's rank among those that compete for one SIMD's issue slots.
+template <int kPriority>
+ZYFA_DEVICE void SetPriority() {
+  __builtin_amdgcn_s_setprio(kPriority);
+}
+
+// The order of a region's instructions, for the scheduler: next come `kCount`
+// LDS reads, or one matrix product.
+template <int kCount>
+ZYFA_DEVICE void ScheduleLdsReads() {
+  constexpr int kLdsRead = 0x100;
+  __builtin_amdgcn_sched_group_barrier(kLdsRead, kCount, 0);
+}
+ZYFA_DEVICE void ScheduleProduct() {
+  constexpr int kMatrix = 0x8;
+  __builtin_amdgcn_sched_group_barrier(kMatrix, 1, 0);
+}
+// All of these are computed before anything is made of one of them.
+template <class T>
+ZYFA_DEVICE void ScheduleAll(T (&x)[8]) {
+  asm volatile(""
+               : "+v"(x[0]), "+v"(x[1]), "+v"(x[2]), "+v"(x[3]), "+v"(x[4]),
+                 "+v"(x[5]), "+v"(x[6]), "+v"(x[7]));
+}
+// Instructions stay on their side.
+ZYFA_DEVICE void ScheduleFence() { __builtin_amdgcn_sched_barrier(0); }
+
+// ---- Memory to LDS
+
+// A buffer resource: loads at or beyond `bytes` from `address` give zeros.
+ZYFA_DEVICE I32x4 BufferOf(uint64_t address, int bytes) {
+  constexpr int kRawFormat = 0x00020000;
+  return {Uniform(static_cast<int>(address)),
+          Uniform(static_cast<int>(address >> 32)), Uniform(bytes), kRawFormat};
+}
+
+// Each lane copies 16 bytes at `offset` of the buffer; together they fill 1024
+// bytes of LDS from `lds`. Written as text so that the compiler does not wait
+// for the copy before each LDS read that it cannot tell apart from it:
+// WaitForCopies does. An LDS copy needs a cycle after M0 is written.
+ZYFA_DEVICE void CopyToLds(I32x4 buffer, int offset, int lds) {
+  asm volatile(
+      "s_mov_b32 m0, %0\n\t"
+      "s_nop 0\n\t"
+      "buffer_load_dwordx4 %1, %2, 0 offen lds"
+      :
+      : "s"(lds), "v"(offset), "s"(buffer)
+      : "memory");
+}
+
+ZYFA_DEVICE void WaitForCopies() {
+  constexpr int kNoMemoryOperation = 0x0f70;  // vmcnt(0)
+  __builtin_amdgcn_s_waitcnt(kNoMemoryOperation);
+}
+
+// ---- LDS to registers
+
+template <class T>
+using LdsPointer = __attribute__((address_space(3))) T*;
+
+ZYFA_DEVICE int LdsAddress(void* shared) {
+  return static_cast<int>(
+      reinterpret_cast<uintptr_t>((LdsPointer<void>)shared));
+}
+
+// `offset` becomes part of the instruction: it is known when the kernel is
+// compiled, and `address` is not below zero.
+template <class T>
+ZYFA_DEVICE LdsPointer<T> AtLds(int address, int offset) {
+  return reinterpret_cast<LdsPointer<T>>(
+      reinterpret_cast<LdsPointer<char>>(address) + offset);
+}
+
+template <class T>
+ZYFA_DEVICE T ReadLds(int address, int offset) {
+  return *AtLds<T>(address, offset);
+}
+
+// Transposing reads work on groups of 16 lanes, each lane with the address of
+// eight bytes. Read8: two lanes name a row of 16 bytes; lane i receives byte i
+// of each of the eight rows. Read16: four lanes name a row of 16 halfwords;
+// lane i receives halfword i of each of the four rows.
+ZYFA_DEVICE I32x2 ReadTransposed8(int address, int offset) {
+  return __builtin_amdgcn_ds_read_tr8_b64_v2i32(AtLds<I32x2>(address, offset));
+}
+ZYFA_DEVICE I32x2 ReadTransposed16(int address, int offset) {
+  return BitCast<I32x2>(
+      __builtin_amdgcn_ds_read_tr16_b64_v4i16(AtLds<I16x4>(address, offset)));
+}
+
+// ---- Between lanes
+
+// The value of the lane in the other half, and this lane's own, in some order.
+ZYFA_DEVICE F32x2 BothHalves(float x) {
+  const auto both = __builtin_amdgcn_permlane32_swap(
+      BitCast<uint32_t>(x), BitCast<uint32_t>(x), false, false);
+  return {BitCast<float>(both[0]), BitCast<float>(both[1])};
+}
+
+// ---- Arithmetic
+
+// NaN if either is.
+ZYFA_DEVICE float Maximum(float a, float b) {
+  return __builtin_elementwise_maximum(a, b);
+}
+ZYFA_DEVICE F32x2 Fma(F32x2 a, F32x2 b, F32x2 c) {
+  return __builtin_elementwise_fma(a, b, c);
+}
+ZYFA_DEVICE F16x2 Fma(F16x2 a, F16x2 b, F16x2 c) {
+  return __builtin_elementwise_fma(a, b, c);
+}
+ZYFA_DEVICE float Exp2(float x) { return __builtin_amdgcn_exp2f(x); }
+ZYFA_DEVICE float Log2(float x) { return __builtin_amdgcn_logf(x); }
+
+// Clamped to [0, 1], times 65535, rounded: two of them.
+ZYFA_DEVICE uint32_t ToUnorm16(F32x2 x) {
+  return BitCast<uint32_t>(__builtin_amdgcn_cvt_pknorm_u16(x[0], x[1]));
+}
+
+// Two numbers rounded to e4m3, into the low or the high half of `into`.
+template <bool kHigh>
+ZYFA_DEVICE int32_t InsertFp8(int32_t into, F16x2 x) {
+  return BitCast<int32_t>(__builtin_amdgcn_cvt_scalef32_pk_fp8_f16(
+      BitCast<I16x2>(into), x, 1.0f, kHigh));
+}
+
+// The high bytes of four halfwords.
+ZYFA_DEVICE int32_t HighBytes(uint32_t low_pair, uint32_t high_pair) {
+  return static_cast<int32_t>(
+      __builtin_amdgcn_perm(high_pair, low_pair, 0x07050301));
+}
+
+// ---- Matrix products
+
+// D (32 x 32) = A (32 x K) B (K x 32) + C. Lane l holds row (column) l % 32 of
+// A (B), and column l % 32 of D: in register r, row 8 (r / 4) + 4 half + r % 4.
+// Which K a lane's bytes stand for is the same for A and B.
+
+ZYFA_DEVICE F32x16 MultiplyFp8(I32x8 a, I32x8 b, F32x16 c) {
+  return __builtin_amdgcn_mfma_scale_f32_32x32x64_f8f6f4(a, b, c, 0, 0, 0, 0, 0,
+                                                         0);
+}
+
+// Scales are exponents in E8M0: 127 + e stands for 2^e. Both halves of a lane
+// give the same one, so that it does not matter which K each covers.
+ZYFA_DEVICE F32x16 MultiplyScaledFp8(I32x8 a, I32x8 b, F32x16 c, int a_scale,
+                                     int b_scale) {
+  return __builtin_amdgcn_mfma_scale_f32_32x32x64_f8f6f4(a, b, c, 0, 0, 0,
+                                                         a_scale, 0, b_scale);
+}
+
+// D (16 x 16) = A (16 x 128) B (128 x 16) + C. Lane l holds row (column) l % 16
+// of A (B), and rows 4 (l / 16) .. + 3 of column l % 16 of D.
+ZYFA_DEVICE F32x4 MultiplyFp8Narrow(I32x8 a, I32x8 b, F32x4 c) {
+  return __builtin_amdgcn_mfma_scale_f32_16x16x128_f8f6f4(a, b, c, 0, 0, 0, 0,
+                                                          0, 0);
+}
+
+ZYFA_DEVICE F32x16 MultiplyBF16(I32x4 a, I32x4 b, F32x16 c) {
+  return __builtin_amdgcn_mfma_f32_32x32x16_bf16(
+      BitCast<BF16x8>(a), BitCast<BF16x8>(b), c, 0, 0, 0);
+}
+
+ZYFA_DEVICE F32x16 MultiplyF16(I32x4 a, I32x4 b, F32x16 c) {
+  return __builtin_amdgcn_mfma_f32_32x32x16_f16(BitCast<F16x8>(a),
+                                                BitCast<F16x8>(b), c, 0, 0, 0);
+}
+
+}  // namespace zyfa::gfx950
+
+#endif  // ZYFA_ROCM_GFX950_INTRINSICS_H_
