@@ -19,7 +19,7 @@ from zyfa_jax import _ffi
 if TYPE_CHECKING:
     from tools import gfx950
 
-# From a disassembly of AITER's fwd_hd128_fp8_causal, for 32 queries and 128 keys.
+# From a disassembly of AITER's FP8 v3 causal kernel, for 32 queries and 128 keys.
 AITER = "AITER FP8 128x128"
 AITER_MIX = {
     "v_mfma": 16,

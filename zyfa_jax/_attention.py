@@ -102,8 +102,9 @@ def attention(
         float8_e4m3fn with descales, or the `Quantized` of `zyfa_jax.quantize`.
       k: keys, (B, S, K, D) or (S, K, D), of q's dtype. H is a multiple of K: query
         head h reads key/value head h // (H / K).
-      v: values, (B, S, K, E) or (S, K, E), of q's dtype. Kernels take D and E that are
-        multiples of 8 up to 256; others take a slower path.
+      v: values, (B, S, K, E) or (S, K, E), of q's dtype. The CPU kernel takes D and E
+        that are multiples of 8 up to 256, the ROCm kernels D 128 or 192 and E 128;
+        others take a slower path (`backends` says more).
       causal: whether a query sees no key past its own position.
       scale: what logits are multiplied by; a number or a traced scalar. By default
         1 / sqrt(D).

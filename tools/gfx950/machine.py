@@ -75,7 +75,7 @@ def launch(
     dynamic_lds: int = 0,
     on_instruction: Observer | None = None,
     checks: bool = True,
-    waves_at_once: int = 512,
+    waves_at_once: int = 256,
     instruction_limit: int | None = None,
 ) -> Report:
     """Runs `grid` workgroups of `block` threads.
