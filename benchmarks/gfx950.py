@@ -11,6 +11,7 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -97,11 +98,22 @@ def tile_mix(kernel: gfx950.Kernel) -> TileMix:
     """What a wave executes for one more full tile."""
     from tools.gfx950 import calls
 
-    keys = 128 if calls.Shape.of(kernel.name).dtype.itemsize == 1 else 64
-    few, many = (
-        calls.run_zeros(kernel, tokens=calls.QUERY_BLOCK, kv_tokens=keys * tiles)
-        for tiles in (4, 5)
-    )
+    shape = calls.Shape.of(kernel.name)
+    keys = 128 if shape.dtype.itemsize == 1 else 64
+
+    def report(tiles: int) -> gfx950.Report:
+        # All logits alike, so that no tile moves the maximum.
+        q, k, v = (
+            np.zeros((1, tokens, 1, dim), shape.dtype)
+            for tokens, dim in (
+                (calls.QUERY_BLOCK, shape.head_dim),
+                (keys * tiles, shape.head_dim),
+                (keys * tiles, shape.value_dim),
+            )
+        )
+        return calls.attend(kernel, q, k, v, window=(-1, -1))[2]
+
+    few, many = report(4), report(5)
     more = many.opcodes.copy()
     more.subtract(few.opcodes)
     kinds: Counter[str] = Counter()

@@ -12,6 +12,8 @@ from _oracle import BF16, F16, F32, FP8, assert_near_oracle, make, plain
 
 import zyfa_jax
 from benchmarks import families
+from benchmarks import gfx950 as benchmark
+from tools.gfx950 import calls
 from zyfa_jax import Quantized, quantize, reference
 
 DIMS = [(128, 128), (192, 128)]
@@ -326,3 +328,21 @@ def test_gradient_through_the_kernel(hip):
         got = jax.block_until_ready(jax.grad(loss, argnums=1)("rocm", q))
     want = np.asarray(jax.grad(loss, argnums=1)("cpu", q)).astype(np.float64)
     assert relative(got, want) < 2e-2
+
+
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+def test_arrays_beyond_four_gigabytes(kind):
+    """Only the pages that are touched exist."""
+    kernel = benchmark.kernels()[f"zyfa_attention_{kind}_128x128"]
+    tokens, rows = (1 << 25) + 77, slice(-300, None)
+    shape = (1, tokens, 1, 128)
+    q, near_k, near_v = make(
+        tokens=(70, 300), heads=(1, 1), dims=(128, 128), batch=(1,),
+        dtype=calls.DTYPES[kind],
+    )  # fmt: skip
+    k, v = np.zeros(shape, q.dtype), np.zeros(shape, q.dtype)
+    k[:, rows], v[:, rows] = near_k, near_v
+    out, lse, _ = calls.attend(kernel, q, k, v, window=(150, 0))
+    want, want_lse = reference.attention(q, near_k, near_v, window=150)
+    assert relative(out, want) < (0.03 if kind == "fp8" else 3e-3)
+    np.testing.assert_allclose(lse, want_lse, atol=0.1 if kind == "fp8" else 1e-5)

@@ -1,10 +1,11 @@
-"""Calls of the package's own kernels: their argument and the arrays it points to."""
+"""Calls of the package's own attention kernels, without a driver."""
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
 import math
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -20,6 +21,8 @@ DTYPES = {
     "bf16": np.dtype(ml_dtypes.bfloat16),
     "f16": np.dtype(np.float16),
 }
+OUT_DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16))
+RESULTS = ("out", "lse")
 
 
 class AttentionArgs(ctypes.Structure):
@@ -30,7 +33,7 @@ class AttentionArgs(ctypes.Structure):
             (name, ctypes.c_uint64)
             for name in (
                 *("q", "k", "v", "q_scale", "k_scale", "v_scale"),
-                *("q_offset", "q_lengths", "kv_lengths", "out", "lse"),
+                *("q_offset", "q_lengths", "kv_lengths", *RESULTS),
             )
         ),
         *(
@@ -46,7 +49,7 @@ class AttentionArgs(ctypes.Structure):
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """An attention kernel by its name: element type and head dims."""
+    """What the name of an attention kernel says: element type and head dims."""
 
     dtype: np.dtype
     head_dim: int
@@ -59,38 +62,68 @@ class Shape:
         return cls(DTYPES[kind], head_dim, value_dim)
 
 
-def run_zeros(kernel: Kernel, *, tokens: int, kv_tokens: int) -> Report:
-    """Runs one head of non-causal attention over zeros, with float32 output.
-
-    All logits are alike, so that no tile moves the maximum.
-    """
-    shape = Shape.of(kernel.name)
-    ints = {"q_offset": 0, "q_lengths": tokens, "kv_lengths": kv_tokens}
-    arrays = {
-        "q": np.zeros((tokens, shape.head_dim), shape.dtype),
-        "k": np.zeros((kv_tokens, shape.head_dim), shape.dtype),
-        "v": np.zeros((kv_tokens, shape.value_dim), shape.dtype),
-        **{f"{x}_scale": np.ones(1, np.float32) for x in "qkv"},
-        **{name: np.array([x], np.int32) for name, x in ints.items()},
-        "out": np.zeros((tokens, shape.value_dim), np.float32),
-        "lse": np.zeros(tokens, np.float32),
+def array_shapes(
+    kernel: str, args: AttentionArgs
+) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """Shape and dtype of every array that a launch's argument points to."""
+    shape, a = Shape.of(kernel), args
+    f32, i32 = np.dtype(np.float32), np.dtype(np.int32)
+    return {
+        "q": ((a.batch, a.q_len, a.heads, shape.head_dim), shape.dtype),
+        "k": ((a.kv_batch, a.kv_len, a.kv_heads, shape.head_dim), shape.dtype),
+        "v": ((a.kv_batch, a.kv_len, a.kv_heads, shape.value_dim), shape.dtype),
+        "q_scale": ((a.batch, a.heads, a.q_scales), f32),
+        "k_scale": ((a.kv_batch, a.kv_heads), f32),
+        "v_scale": ((a.kv_batch, a.kv_heads), f32),
+        "q_offset": ((a.batch,), i32),
+        "q_lengths": ((a.batch,), i32),
+        "kv_lengths": ((a.batch,), i32),
+        "out": ((a.batch, a.q_len, a.heads, shape.value_dim), OUT_DTYPES[a.out_type]),
+        "lse": ((a.batch, a.heads, a.q_len), f32),
     }
+
+
+def attend(
+    kernel: Kernel, q: Any, k: Any, v: Any, *, window=(-1, 0), q_offset=None, **options
+) -> tuple[np.ndarray, np.ndarray, Report]:
+    """Runs a kernel on arrays (batch, tokens, heads, dim), with float32 output.
+
+    The last query stands at the last key unless `q_offset` says where the first does.
+
+    Returns:
+      Output, log-sum-exp, and what was executed.
+    """
+    (batch, q_len, heads, _), (kv_batch, kv_len, kv_heads, _) = q.shape, k.shape
     args = AttentionArgs(
-        batch=1, kv_batch=1, q_len=tokens, kv_len=kv_tokens, heads=1, kv_heads=1,
-        window_left=-1, window_right=-1, q_scales=1, blocks_per_group=1,
+        batch=batch, kv_batch=kv_batch, q_len=q_len, kv_len=kv_len, heads=heads,
+        kv_heads=kv_heads, window_left=window[0], window_right=window[1], q_scales=1,
+        blocks_per_group=1,
     )  # fmt: skip
+    fills = {
+        "q_scale": 1 / math.sqrt(q.shape[-1]),
+        "k_scale": 1,
+        "v_scale": 1,
+        "q_offset": kv_len - q_len if q_offset is None else q_offset,
+        "q_lengths": q_len,
+        "kv_lengths": kv_len,
+    }
+    arrays = {"q": q, "k": k, "v": v}
     memory = Memory()
     address = 1 << 32
-    for name, array in arrays.items():
+    for name, (shape, dtype) in array_shapes(kernel.name, args).items():
+        if name not in arrays:
+            arrays[name] = np.full(shape, fills.get(name, 0), dtype)
+        array = arrays[name]
+        assert (array.shape, array.dtype) == (shape, dtype), name
         setattr(args, name, address)
-        memory.add(
-            address, array.reshape(-1).view(np.uint8), name in ("out", "lse"), name
-        )
+        memory.add(address, array.reshape(-1).view(np.uint8), name in RESULTS, name)
         address += array.nbytes + 4096 - array.nbytes % 4096
-    return launch(
+    report = launch(
         kernel,
-        grid=(math.ceil(tokens / QUERY_BLOCK), 1, 1),
+        grid=(batch * heads * math.ceil(q_len / QUERY_BLOCK), 1, 1),
         block=(THREADS, 1, 1),
         kernarg=bytes(args),
         memory=memory,
+        **options,
     )
+    return arrays["out"], arrays["lse"], report

@@ -13,9 +13,9 @@
 //   M(j): logits of tile j + 1, output of tile j; wait for the copies.
 //
 // Three tiles each of keys and of values lie in LDS. S(j) overwrites keys j - 1
-// and values j - 2, which the trailing group last read in M(j - 2) and M(j - 2)
-// or before; what it copies is first read in M(j + 1), a barrier after both
-// groups have waited for it.
+// and values j - 2, which the trailing group last read in M(j - 2), two barriers
+// ago. What it copies is first read in M(j + 1), after both groups have waited
+// for it in M(j) and passed a barrier.
 //
 // Tiles that every query of the workgroup sees whole have a loop of their own;
 // the tiles before it (the left edge of a window) and after it (the diagonal,
