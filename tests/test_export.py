@@ -1,6 +1,7 @@
 """Lowering for other platforms, jax.export, and the compilation cache."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -127,6 +128,21 @@ def test_export_with_sharded_inputs_names_shard_map():
         export(attention, *arrays)
 
 
+@pytest.mark.parametrize("change", [{"causal": False}, {"window": 3}])
+def test_sharded_programs_differ_beside_the_callback(change):
+    """A compilation cache may leave the callback's address out of its keys."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    arrays = [jax.device_put(x, NamedSharding(mesh, P("x"))) for x in inputs()]
+
+    def program(**options):
+        function = jax.jit(lambda *x: attention(*x, **options))
+        return re.sub(r'backend_config = "\d+"', "", function.lower(*arrays).as_text())
+
+    assert "CustomSPMDPartitioning" in program()
+    assert program() == program()
+    assert program() != program(**change)
+
+
 SECOND_PROCESS = """
 import jax, jax.numpy as jnp
 from jax._src import monitoring
@@ -151,6 +167,7 @@ def test_persistent_cache_hits_in_a_second_process(tmp_path, sharded):
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "JAX_NUM_CPU_DEVICES": "8",
+        "JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY": "1",
     }
 
     def run():

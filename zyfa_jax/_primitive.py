@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -166,7 +167,17 @@ def _lower(
                 "the compiler calls back to split it; shard it by jax.shard_map, "
                 "which can"
             )
-        lower = _partitioned(spec, jax.sharding.get_mesh())
+        # The handlers must be there if a cache holds the split program, and the
+        # callback that would lower it is not called.
+        _ffi.load()
+        partitioned = _partitioned(spec, jax.sharding.get_mesh())
+
+        def lower(*operands: Array) -> tuple[Array, ...]:
+            # Nothing else in the program tells two specs apart for a compilation
+            # cache that leaves the callback's address out of its keys.
+            with set_xla_metadata(zyfa_attention=str(spec)):
+                return partitioned(*operands)
+
         return mlir.lower_fun(lower, multiple_results=True)(ctx, *operands)
     avals: Any = ctx.avals_in
     q = avals[0]

@@ -84,7 +84,12 @@ def test_fp8_error_within_its_bar(hip, name, dims):
 @pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize("name", families.NAMES)
 def test_fp8_error_of_a_long_context_within_its_bar(hip, name, dims):
-    kernel, model, bar = fp8_errors(hip, name, dims, tokens=8192, queries=256)
+    # One dominant key for all queries makes a noisy sample.
+    seeds = range(3 if name == "sink" else 1)
+    kernel, model, bar = np.mean(
+        [fp8_errors(hip, name, dims, tokens=8192, queries=256, seed=i) for i in seeds],
+        axis=0,
+    )
     assert kernel == pytest.approx(model, rel=0.01)
     assert kernel < 1.2 * bar
     if name == "sink" and dims == (128, 128):
