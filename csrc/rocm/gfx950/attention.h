@@ -8,14 +8,15 @@
 //   leading    S(j)     M(j)     S(j+1)     M(j+1)
 //   trailing   M(j-1)   S(j)     M(j)       S(j+1)
 //
-//   S(j): start the copies of keys j + 2 and values j + 1; logits of tile j to
-//         probabilities.
-//   M(j): logits of tile j + 1, output of tile j; wait for the copies.
+//   S(j): start the copies of keys j + 3 and values j + 2; logits of tile j to
+//         probabilities; read the first operands of keys j + 1; wait for the
+//         copies that S(j - 1) started.
+//   M(j): logits of tile j + 1, output of tile j.
 //
-// Three tiles each of keys and of values lie in LDS. S(j) overwrites keys j - 1
-// and values j - 2, which the trailing group last read in M(j - 2), two barriers
-// ago. What it copies is first read in M(j + 1), after both groups have waited
-// for it in M(j) and passed a barrier.
+// Four tiles each of keys and of values lie in LDS. S(j) overwrites keys j - 1
+// and values j - 2, which both groups last read in M(j - 2). What it copies,
+// both groups have waited for when the leading one is past M(j + 1); it is
+// first read in S(j + 2) and M(j + 2).
 //
 // Tiles that every query of the workgroup sees whole have a loop of their own;
 // the tiles before it (the left edge of a window) and after it (the diagonal,
@@ -34,6 +35,8 @@ namespace zyfa::gfx950 {
 
 using numerics::KeyRange;
 using rocm::AttentionArgs;
+
+using Args = Constant<AttentionArgs>;
 
 constexpr int kValueDim = 128;
 constexpr int kValueBlocks = kValueDim / kBlock;
@@ -56,16 +59,17 @@ ZYFA_DEVICE int GroupOnDie(int group, int groups) {
   return group / kXcds + die * (groups / kXcds) + (die < more ? die : more);
 }
 
-ZYFA_DEVICE Head HeadOf(const AttentionArgs& args, int index) {
+ZYFA_DEVICE Head HeadOf(Args& args, int index) {
   Head head;
   head.batch = index / args.heads;
   head.head = index % args.heads;
   head.kv_batch = head.batch / (args.batch / args.kv_batch);
   head.kv_head = head.head / (args.heads / args.kv_heads);
-  head.extent = {
-      Uniform(args.q_offset[head.batch]),
-      numerics::Clamp(Uniform(args.q_lengths[head.batch]), 0, args.q_len),
-      numerics::Clamp(Uniform(args.kv_lengths[head.batch]), 0, args.kv_len)};
+  head.extent = {Uniform(Global(args.q_offset)[head.batch]),
+                 numerics::Clamp(Uniform(Global(args.q_lengths)[head.batch]), 0,
+                                 args.q_len),
+                 numerics::Clamp(Uniform(Global(args.kv_lengths)[head.batch]),
+                                 0, args.kv_len)};
   return head;
 }
 
@@ -108,19 +112,19 @@ class Wave {
   using Keys = LdsTile<kKeys, kKeyRow, RowReads>;
   using Values = LdsTile<kKeys, kValueRow, TransposedReads>;
   static constexpr int kSlot = Keys::kBytes + Values::kBytes;
-  static constexpr int kLdsBytes = 3 * kSlot;
+  static constexpr int kSlots = 4;
+  static constexpr int kLdsBytes = kSlots * kSlot;
   static constexpr int kSteps = kHeadDim / Type::kDepth;
   static constexpr int kKeyBlocks = kKeys / kBlock;
   static constexpr int kOperandBytes = sizeof(Operand);
+  // Operands that LDS reads are ahead of products, as registers allow.
+  static constexpr int kAhead = kOperandBytes * kSteps > 64 ? 2 : 3;
 
-  __attribute__((device, always_inline)) Wave(const AttentionArgs& args,
-                                              const Head& head, int first_query,
-                                              int lds)
+  __attribute__((device, always_inline)) Wave(Args& args, const Head& head,
+                                              int first_query, int lds)
       : args_(args),
         head_(head),
-        slot_(lds),
-        next_slot_(lds + kSlot),
-        last_slot_(lds + 2 * kSlot),
+        slots_{lds, lds + kSlot, lds + 2 * kSlot, lds + 3 * kSlot},
         wave_(Uniform(Thread() / kLanes)),
         lane_(Thread() % kLanes),
         half_(lane_ / kBlock),
@@ -150,22 +154,23 @@ class Wave {
     const bool trails = wave_ >= kWaves / 2;
     int tile = tiles_.begin;
     const int last = tiles_.end - 1;
-    keys_.StartNext(slot_);
-    keys_.StartNext(next_slot_);
-    values_.StartNext(slot_ + Keys::kBytes);
+    for (int i = 0; i < 3; ++i) keys_.StartNext(slots_[i]);
+    for (int i = 0; i < 2; ++i) values_.StartNext(ValuesAt(i));
     LoadQueries();
-    WaitForCopies();
+    WaitForCopies<0>();
     Barrier();
     if (trails) Barrier();
 
-    MultiplyKeys(slot_);
+    ReadFirstKeys(slots_[0]);
+    MultiplyKeys(slots_[0]);
     Barrier();
     for (; tile < last && tile < tiles_.full_begin; ++tile) Step<true>(tile);
     for (; tile < last && tile < tiles_.full_end; ++tile) Step<false>(tile);
     for (; tile < last; ++tile) Step<true>(tile);
     SoftmaxPhase<true>(tile);
     Barrier();
-    MultiplyValues(slot_ + Keys::kBytes);
+    MultiplyValues(ValuesAt(0));
+    WaitForCopies<0>();
     Barrier();
 
     if (!trails) Barrier();
@@ -173,33 +178,31 @@ class Wave {
 
   template <bool kMasked>
   __attribute__((device, always_inline)) void Step(int tile) {
-    keys_.StartNext(last_slot_);
-    values_.StartNext(next_slot_ + Keys::kBytes);
+    keys_.StartNext(slots_[3]);
+    values_.StartNext(ValuesAt(2));
     SoftmaxPhase<kMasked>(tile);
+    ReadFirstKeys(slots_[1]);
+    WaitForCopies<Keys::kCopies + Values::kCopies>();
     Barrier();
 
     SetPriority<1>();
-    MultiplyKeys(next_slot_);
-    MultiplyValues(slot_ + Keys::kBytes);
+    MultiplyKeys(slots_[1]);
+    MultiplyValues(ValuesAt(0));
     ScheduleMatrixPhase();
     SetPriority<0>();
-    WaitForCopies();
     Barrier();
 
-    const int free_slot = slot_;
-    slot_ = next_slot_;
-    next_slot_ = last_slot_;
-    last_slot_ = free_slot;
+    const int free_slot = slots_[0];
+    for (int i = 1; i < kSlots; ++i) slots_[i - 1] = slots_[i];
+    slots_[kSlots - 1] = free_slot;
   }
 
   // LDS reads run a few operands ahead of the products that need them.
   __attribute__((device, always_inline)) static void ScheduleMatrixPhase() {
-    constexpr int kAhead = 3;
     constexpr int kKeyReads = kOperandBytes / kSlotBytes;
     constexpr int kValueReads = Type::kParts;
     constexpr int kKeyProducts = kKeyBlocks * kSteps;
     constexpr int kValueProducts = kValueBlocks * Softmax::kSteps;
-    ScheduleLdsReads<kAhead * kKeyReads>();
 #pragma unroll
     for (int i = 0; i < kKeyProducts - kAhead; ++i) {
       ScheduleProduct();
@@ -223,24 +226,39 @@ class Wave {
 
   // ---- The pieces
 
-  // Logits of the tile at `lds`.
+  // One operand of the keys at `lds`: 32 keys of one step of the first product.
+  __attribute__((device, always_inline)) Operand ReadKeys(int lds, int block,
+                                                          int step) const {
+    Operand keys;
+#pragma unroll
+    for (int i = 0; i < kOperandBytes / kSlotBytes; ++i) {
+      // Rows 32 apart are swizzled alike.
+      const int byte = step * 2 * kOperandBytes + i * kSlotBytes;
+      const I32x4 part = ReadLds<I32x4>(
+          lds + Keys::Address(lane_ % kBlock, byte, half_ * kOperandBytes),
+          block * kBlock * Keys::Pitch(byte));
+      SetPart(keys, i, part);
+    }
+    return keys;
+  }
+
+  __attribute__((device, always_inline)) void ReadFirstKeys(int lds) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      first_keys_[i] = ReadKeys(lds, i / kSteps, i % kSteps);
+    }
+  }
+
+  // Logits of the tile whose keys are at `lds`, the first of which are read.
   __attribute__((device, always_inline)) void MultiplyKeys(int lds) {
-    const int row = lane_ % kBlock;
 #pragma unroll
     for (int block = 0; block < kKeyBlocks; ++block) {
       F32x16 sum = {};
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        Operand keys;
-#pragma unroll
-        for (int i = 0; i < kOperandBytes / kSlotBytes; ++i) {
-          // Rows 32 apart are swizzled alike.
-          const int byte = step * 2 * kOperandBytes + i * kSlotBytes;
-          const I32x4 part = ReadLds<I32x4>(
-              lds + Keys::Address(row, byte, half_ * kOperandBytes),
-              block * kBlock * Keys::Pitch(byte));
-          SetPart(keys, i, part);
-        }
+        const int i = block * kSteps + step;
+        const Operand keys =
+            i < kAhead ? first_keys_[i] : ReadKeys(lds, block, step);
         sum = Type::Multiply(keys, queries_[step], sum);
       }
       logits_.blocks[block] = sum;
@@ -306,11 +324,11 @@ class Wave {
   __attribute__((device, always_inline)) float LogitFactor() {
     const int scale = args_.q_block > 0 ? QueryRow() / args_.q_block : 0;
     const float q_scale =
-        args_.q_scale[Row(head_.batch, args_.heads, head_.head) *
-                          args_.q_scales +
-                      scale];
-    const float k_scale =
-        args_.k_scale[Row(head_.kv_batch, args_.kv_heads, head_.kv_head)];
+        Global(args_.q_scale)[Row(head_.batch, args_.heads, head_.head) *
+                                  args_.q_scales +
+                              scale];
+    const float k_scale = Global(
+        args_.k_scale)[Row(head_.kv_batch, args_.kv_heads, head_.kv_head)];
     const float factor = numerics::LogitFactor(q_scale, k_scale);
     // Kernels want a factor above zero: its sign goes to the query, and zero
     // becomes a number that still makes all logits alike.
@@ -320,7 +338,7 @@ class Wave {
 
   __attribute__((device, always_inline)) void LoadQueries() {
     const auto* source =
-        static_cast<const unsigned char*>(args_.q) +
+        Global(static_cast<const unsigned char*>(args_.q)) +
         (Row(head_.batch, args_.q_len, QueryRow()) * args_.heads + head_.head) *
             kKeyRow +
         half_ * kOperandBytes;
@@ -336,15 +354,17 @@ class Wave {
   }
 
   __attribute__((device, always_inline)) void Store() {
+    // Read once more, so that it takes no registers until now.
+    Args& args = Reread(args_);
     const float total = softmax_.TotalSum();
-    if (query_ >= args_.q_len) return;
+    if (query_ >= args.q_len) return;
     const float sum = query_ < head_.extent.q_length ? total : 0.0f;
     const float v_scale =
-        args_.v_scale[Row(head_.kv_batch, args_.kv_heads, head_.kv_head)];
+        Global(args.v_scale)[Row(head_.kv_batch, args.kv_heads, head_.kv_head)];
     const bool empty = sum == 0.0f;
     const float weight = v_scale / sum;
     const int64_t row =
-        Row(head_.batch, args_.q_len, query_) * args_.heads + head_.head;
+        Row(head_.batch, args.q_len, query_) * args.heads + head_.head;
 #pragma unroll
     for (int block = 0; block < kValueBlocks; ++block) {
 #pragma unroll
@@ -354,31 +374,37 @@ class Wave {
         for (int r = 0; r < 4; ++r) {
           out[r] = empty ? 0.0f : out_[block][4 * i + r] * weight;
         }
-        StoreFour(row * kValueDim + block * kBlock + FirstKey(i, half_), out);
+        StoreFour(args, row * kValueDim + block * kBlock + FirstKey(i, half_),
+                  out);
       }
     }
     if (half_ == 0) {
       const float lse = (softmax_.max + Log2(sum) - Softmax::kLog2Scale) *
                         static_cast<float>(numerics::kLn2);
-      args_.lse[Row(head_.batch, args_.heads, head_.head) * args_.q_len +
-                query_] = empty ? numerics::kNegativeInfinity : lse;
+      Global(args.lse)[Row(head_.batch, args.heads, head_.head) * args.q_len +
+                       query_] = empty ? numerics::kNegativeInfinity : lse;
     }
   }
 
-  __attribute__((device, always_inline)) void StoreFour(int64_t at, F32x4 out) {
+  __attribute__((device, always_inline)) static void StoreFour(Args& args,
+                                                               int64_t at,
+                                                               F32x4 out) {
     const F32x2 low = {out[0], out[1]};
     const F32x2 high = {out[2], out[3]};
-    switch (args_.out_type) {
+    switch (args.out_type) {
       case rocm::OutType::kF32:
-        *reinterpret_cast<F32x4*>(static_cast<float*>(args_.out) + at) = out;
+        *reinterpret_cast<GlobalPointer<F32x4>>(
+            Global(static_cast<float*>(args.out)) + at) = out;
         break;
       case rocm::OutType::kBF16:
-        *reinterpret_cast<I32x2*>(static_cast<__bf16*>(args_.out) + at) = {
-            BF16::Pack(low), BF16::Pack(high)};
+        *reinterpret_cast<GlobalPointer<I32x2>>(
+            Global(static_cast<__bf16*>(args.out)) + at) = {BF16::Pack(low),
+                                                            BF16::Pack(high)};
         break;
       case rocm::OutType::kF16:
-        *reinterpret_cast<I32x2*>(static_cast<_Float16*>(args_.out) + at) = {
-            F16::Pack(low), F16::Pack(high)};
+        *reinterpret_cast<GlobalPointer<I32x2>>(
+            Global(static_cast<_Float16*>(args.out)) + at) = {F16::Pack(low),
+                                                              F16::Pack(high)};
         break;
     }
   }
@@ -418,6 +444,10 @@ class Wave {
     return static_cast<int>(head_.extent.kv_length) - tiles_.begin * kKeys;
   }
 
+  __attribute__((device, always_inline)) int ValuesAt(int i) const {
+    return slots_[i] + Keys::kBytes;
+  }
+
   __attribute__((device, always_inline)) static void SetPart(I32x4& to, int,
                                                              I32x4 part) {
     to = part;
@@ -428,11 +458,9 @@ class Wave {
     for (int j = 0; j < 4; ++j) to[4 * i + j] = part[j];
   }
 
-  const AttentionArgs& args_;
+  Args& args_;
   const Head& head_;
-  int slot_;       // where the keys and values of this tile are
-  int next_slot_;  // of the next
-  int last_slot_;  // of the one after
+  int slots_[kSlots];  // where keys and values of this tile and the next are
   int wave_;
   int lane_;
   int half_;
@@ -443,6 +471,7 @@ class Wave {
   TileCopies<kKeys, kValueRow, TransposedReads> values_;
   bool flips_queries_;
   Operand queries_[kSteps];
+  Operand first_keys_[kAhead];
   Logits<Type> logits_;
   Softmax softmax_;
   I32x8 ones_;
@@ -450,7 +479,8 @@ class Wave {
 };
 
 template <class Type, int kHeadDim>
-ZYFA_DEVICE void Attention(const AttentionArgs& args) {
+ZYFA_DEVICE void Attention() {
+  Args& args = KernelArgument<AttentionArgs>();
   __attribute__((
       shared)) static unsigned char lds[Wave<Type, kHeadDim>::kLdsBytes];
   const int blocks = (args.q_len + rocm::kQueryBlock - 1) / rocm::kQueryBlock;
@@ -465,7 +495,8 @@ ZYFA_DEVICE void Attention(const AttentionArgs& args) {
   const int lds_start = LdsAddress(lds);
   Wave<Type, kHeadDim>(args, head, late * rocm::kQueryBlock, lds_start).Run();
   if (args.blocks_per_group == 2 && early != late) {
-    Wave<Type, kHeadDim>(args, head, early * rocm::kQueryBlock, lds_start)
+    Wave<Type, kHeadDim>(Reread(args), head, early * rocm::kQueryBlock,
+                         lds_start)
         .Run();
   }
 }

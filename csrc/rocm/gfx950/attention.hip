@@ -9,8 +9,8 @@ namespace zyfa::gfx950 {
   extern "C" __attribute__((                                               \
       global, amdgpu_flat_work_group_size(rocm::kThreads, rocm::kThreads), \
       amdgpu_waves_per_eu(2, 2))) void                                     \
-  zyfa_attention_##name(AttentionArgs args) {                              \
-    Attention<Type, head_dim>(args);                                       \
+  zyfa_attention_##name(AttentionArgs) {                                   \
+    Attention<Type, head_dim>();                                           \
   }
 
 ZYFA_ATTENTION(fp8_128x128, Fp8, 128)

@@ -37,6 +37,33 @@ ZYFA_DEVICE int Group() { return __builtin_amdgcn_workgroup_id_x(); }
 ZYFA_DEVICE int Uniform(int x) { return __builtin_amdgcn_readfirstlane(x); }
 ZYFA_DEVICE bool AnyLane(bool x) { return __builtin_amdgcn_ballot_w64(x) != 0; }
 
+// The kernel's one argument, in constant memory.
+template <class T>
+using Constant = const __attribute__((address_space(4))) T;
+
+template <class T>
+ZYFA_DEVICE Constant<T>& KernelArgument() {
+  return *(Constant<T>*)__builtin_amdgcn_kernarg_segment_ptr();
+}
+
+// The same, of which the compiler does not know that it has read it before:
+// what is read through it takes no registers until then.
+template <class T>
+ZYFA_DEVICE Constant<T>& Reread(Constant<T>& argument) {
+  auto* pointer = &argument;
+  asm volatile("" : "+s"(pointer));
+  return *pointer;
+}
+
+// A pointer to device memory, of which the compiler knows that it is one.
+template <class T>
+using GlobalPointer = __attribute__((address_space(1))) T*;
+
+template <class T>
+ZYFA_DEVICE GlobalPointer<T> Global(T* pointer) {
+  return (GlobalPointer<T>)pointer;
+}
+
 // Nothing moves across: neither instructions nor what memory holds.
 ZYFA_DEVICE void Barrier() {
   asm volatile("" ::: "memory");
@@ -96,9 +123,13 @@ ZYFA_DEVICE void CopyToLds(I32x4 buffer, int offset, int lds) {
       : "memory");
 }
 
+// Waits until no more than the latest `kCount` copies (and other memory
+// operations) of this wave are under way.
+template <int kCount>
 ZYFA_DEVICE void WaitForCopies() {
-  constexpr int kNoMemoryOperation = 0x0f70;  // vmcnt(0)
-  __builtin_amdgcn_s_waitcnt(kNoMemoryOperation);
+  static_assert(kCount < 16);
+  constexpr int kOthersDoNotCount = 0x0f70;
+  __builtin_amdgcn_s_waitcnt(kOthersDoNotCount | kCount);
 }
 
 // ---- LDS to registers
