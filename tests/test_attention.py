@@ -586,7 +586,7 @@ def test_constant_values_come_back(dtype):
     q, k, _ = make(tokens=(150, 300), dtype=dtype)
     v = np.full((2, 300, 2, 8), 3.0, dtype)
     out = np.asarray(attention(4 * q, k, v), np.float32)
-    np.testing.assert_allclose(out, 3, rtol={F32: 1e-6, F16: 1e-3, BF16: 8e-3}[dtype])
+    np.testing.assert_allclose(out, 3, rtol={F32: 3e-6, F16: 1e-3, BF16: 8e-3}[dtype])
 
 
 def test_values_scale_does_not_change_what_is_seen():

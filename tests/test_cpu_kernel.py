@@ -220,6 +220,8 @@ CASES = {
     "zero scale": Case(q_len=150, kv_len=150, scale=0.0),
     "large scale": Case(q_len=150, kv_len=150, scale=3.0),
     "linear": Case(q_len=200, kv_len=200, quadratic=False),
+    "many blocks": Case(q_len=90, kv_len=1500, heads=4, kv_heads=2, head_dim=64),
+    "odd blocks": Case(q_len=40, kv_len=650, right=-1, head_dim=128, value_dim=160),
 }
 
 
@@ -350,6 +352,21 @@ def test_long_rows_of_very_different_blocks(target, dtype):
     loose = dtype == FP8 or (dtype == BF16 and target in BFLOAT16_TARGETS)
     assert relative_error(out, want) < (4e-3 if loose else 2e-5)
     np.testing.assert_allclose(lse, want_lse, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_do_not_touch_each_other(target, dtype):
+    """A query of huge logits, or NaN, beside others: those keep every bit."""
+    case = Case(q_len=64, kv_len=700, right=-1)
+    q, k, v = case.arrays(dtype)
+    out, lse = run(case, q, k, v)
+    for value in (100.0, np.nan):
+        other = q.copy()
+        other[0, ::13] = np.float32(value) * np.sign(q[0, ::13].astype(np.float32))
+        got, got_lse = run(case, other, k, v)
+        same = np.arange(64) % 13 != 0
+        np.testing.assert_array_equal(got[:, same], out[:, same])
+        np.testing.assert_array_equal(got_lse[..., same], lse[..., same])
 
 
 def bits_of(rng, shape, low=-12.0, high=12.0):

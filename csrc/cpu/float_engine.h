@@ -31,6 +31,10 @@ struct FloatEngine {
   static constexpr int64_t kTileBytes = 464 << 10;  // a 512 KiB L2 cache
   static constexpr int kExpDegree = 6;
   static constexpr bool kSeparateProbabilities = false;
+  static constexpr bool kInterleaved = false;
+  static constexpr float kSlack = 0.0f;
+  static constexpr int kSpan = numerics::kKeyBlock;
+  static constexpr int kPacked = numerics::kKeyBlock;
 
   static void BeginItem() {}
   static void EndItem() {}
@@ -91,21 +95,29 @@ struct FloatEngine {
     return special;
   }
 
-  // scores (kRows, kCols), rows 128 apart, = queries . panel.
-  static void Scores(const float* queries, int64_t query_stride,
-                     const float* panel, int64_t depth, float* scores) {
-    Multiply<false>(queries, query_stride, panel, depth, scores,
-                    numerics::kKeyBlock);
-  }
+  // Products, each run when it is asked for.
+  class Products {
+   public:
+    // scores (kRows, kCols) = queries . panel.
+    void Scores(const float* queries, int64_t query_stride, const float* panel,
+                int64_t depth, float* scores, int64_t score_stride) {
+      Multiply<false>(queries, query_stride, panel, depth, scores,
+                      score_stride);
+    }
 
-  // out (kRows, kCols) += probabilities . panel over keys [begin, end); the
-  // weight is in the panel already.
-  static void Accumulate(const float* probabilities, const float* panel,
-                         int begin, int end, float /*weight*/, float* out,
-                         int64_t out_stride) {
-    Multiply<true>(probabilities + begin, numerics::kKeyBlock,
-                   panel + begin * kCols, end - begin, out, out_stride);
-  }
+    // out (kRows, kCols) += probabilities . panel; the weight is in the panel
+    // already.
+    void Accumulate(const float* probabilities, int64_t probability_stride,
+                    const float* panel, int64_t depth, float /*weight*/,
+                    float* out, int64_t out_stride) {
+      Multiply<true>(probabilities, probability_stride, panel, depth, out,
+                     out_stride);
+    }
+
+    void Spread(int) {}
+    ZYFA_INLINE void Advance() {}
+    void Finish() {}
+  };
 
   static ZYFA_INLINE void StoreProbabilities(float* target, F32 p, F32 next) {
     Store(target, p);
@@ -126,10 +138,9 @@ struct FloatEngine {
       StoreProbabilities(target_ + key, value * weight_, next * weight_);
     }
 
-    // Exact: every partial sum is a multiple of 2^-9 up to 2^15.
-    ZYFA_INLINE float Sum() const {
-      return weight_ * ReduceAdd(sum_ + next_sum_);
-    }
+    // Over the lanes. Exact: every partial sum is a multiple of 2^-9 up to
+    // 2^15.
+    ZYFA_INLINE F32 Sum() const { return (sum_ + next_sum_) * weight_; }
 
    private:
     float* target_;

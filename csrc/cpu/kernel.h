@@ -15,60 +15,12 @@
 #include "csrc/cpu/simd.h"
 #include "csrc/cpu/softmax.h"
 #include "csrc/cpu/target.h"
+#include "csrc/cpu/workspace.h"
 #include "csrc/numerics/online_softmax.h"
 #include "csrc/numerics/visibility.h"
 
 namespace zyfa::cpu {
 namespace {
-
-using numerics::KeyRange;
-using numerics::kKeyBlock;
-
-// A row of the tile: one query of one head.
-struct QueryRow {
-  KeyRange visible;
-  float scale;  // made non-negative; the packed query carries the sign
-  RowState state;
-};
-
-// The tile's arrays, in one block of memory. Strides in elements.
-template <class Engine>
-struct Workspace {
-  using Operand = typename Engine::Operand;
-
-  QueryRow* rows;
-  Operand* queries;        // (rows, query_stride)
-  Operand* keys;           // one block, in the engine's layout
-  Operand* values;         // one block, in the engine's layout
-  float* scores;           // (kGroupRows, 128)
-  Operand* probabilities;  // (kGroupRows, 128); the scores' place if it can be
-  float* out;              // (rows, out_stride), not yet divided by the sum
-  int64_t query_stride;
-  int64_t out_stride;
-  size_t bytes;
-
-  Workspace(const AttentionParams& params, int64_t row_count, void* memory)
-      : query_stride(RoundUp(params.head_dim, Engine::kDepthStep)),
-        out_stride(RoundUp(params.value_dim, Engine::kCols)) {
-    auto* next = static_cast<unsigned char*>(memory);
-    auto take = [&](auto*& array, int64_t count) {
-      array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(next);
-      next += RoundUp(count * sizeof(*array), 64);
-    };
-    take(rows, row_count);
-    take(queries, row_count * query_stride);
-    take(keys, kKeyBlock * query_stride);
-    take(values, kKeyBlock * out_stride);
-    take(scores, Engine::kGroupRows * kKeyBlock);
-    if constexpr (Engine::kSeparateProbabilities) {
-      take(probabilities, Engine::kGroupRows * kKeyBlock);
-    } else {
-      probabilities = scores;
-    }
-    take(out, row_count * out_stride);
-    bytes = next - static_cast<unsigned char*>(memory);
-  }
-};
 
 // Calls f with the dtype as a compile-time constant, in a tag's `value`.
 template <class F>
@@ -101,12 +53,19 @@ class TileAttention {
   void Run() {
     Engine::BeginItem();
     const KeyRange keys = LoadRows();
-    for (int64_t block = keys.begin / kKeyBlock * kKeyBlock; block < keys.end;
-         block += kKeyBlock) {
-      LoadKeys(block);
-      LoadValues(block);
+    for (int64_t begin = keys.begin / Engine::kSpan * Engine::kSpan;
+         begin < keys.end; begin += Engine::kPacked) {
+      const int blocks = LoadBlocks(begin, keys.end);
       for (int64_t row = 0; row < row_count_; row += Engine::kGroupRows) {
-        AttendGroup(row, block);
+        for (int block = 0; block < blocks;) {
+          int attended = 0;
+          if constexpr (kFused) attended = AttendWhole(row, block, blocks);
+          if (attended == 0) {
+            AttendGroup(row, block, blocks);
+            attended = 1;
+          }
+          block += attended;
+        }
       }
     }
     StoreRows();
@@ -116,10 +75,14 @@ class TileAttention {
  private:
   using Operand = typename Engine::Operand;
 
-  // Rows of one register tile, and the key panels that any of them sees.
+  // The key panels that any row of one register tile sees.
   struct RowTile {
     int begin;  // multiples of kCols, relative to the block
     int end;
+    bool whole;  // every row sees all keys of these panels
+
+    bool IsEmpty() const { return begin >= end; }
+    bool Has(int panel) const { return begin <= panel && panel < end; }
   };
   static constexpr int kTilesPerGroup = Engine::kGroupRows / Engine::kRows;
 
@@ -140,17 +103,24 @@ class TileAttention {
     KeyRange all = {0, 0};
     for (int64_t row = 0; row < row_count_; ++row) {
       QueryRow& state = work_.rows[row];
+      SeenKeys& seen = work_.seen[row / Engine::kRows];
+      if (row % Engine::kRows == 0) seen = {{0, 0}, {0, params_.kv_len}};
       Operand* packed = work_.queries + row * work_.query_stride;
       float* out = work_.out + row * work_.out_stride;
       std::memset(packed, 0, work_.query_stride * sizeof(Operand));
       std::memset(out, 0, work_.out_stride * sizeof(float));
       state.visible = {0, 0};
       state.scale = 0.0f;
-      state.state = {numerics::kNegativeInfinity, 0.0f};
-      if (row >= item_.row_count) continue;
+      state.state = {F32{}, numerics::kNegativeInfinity};
+      if (row >= item_.row_count) {
+        seen.all = {0, 0};
+        continue;
+      }
       const int64_t query = QueryOf(row);
       const int64_t head = HeadOf(row);
       state.visible = numerics::VisibleKeys(window, extent, query);
+      seen.any = numerics::Union(seen.any, state.visible);
+      seen.all = numerics::Intersection(seen.all, state.visible);
       if (numerics::IsEmpty(state.visible)) continue;
       all = numerics::Union(all, state.visible);
       const int64_t scale_index =
@@ -171,7 +141,7 @@ class TileAttention {
         if (type.value == DType::kE4m3 &&
             HasE4m3NaN(static_cast<const unsigned char*>(params_.q) + at,
                        params_.head_dim)) {
-          state.state.sum = std::numeric_limits<float>::quiet_NaN();
+          state.state.sum = Simd::Set(std::numeric_limits<float>::quiet_NaN());
         }
       });
     }
@@ -193,151 +163,340 @@ class TileAttention {
            (params_.kv_block > 0 ? block / params_.kv_block : 0);
   }
 
-  void LoadKeys(int64_t block) {
-    const float scale = params_.k_scale[KeyValueScale(block)];
-    key_scale_ = __builtin_fabsf(scale);
+  // One block of the span, and what is particular to it.
+  struct Block {
+    int64_t begin;  // its first key
+    Operand* keys;
+    Operand* values;
+    float key_scale;     // made non-negative; the packed keys carry the sign
+    float value_weight;  // a scale for all keys is applied at the end
+    KeySet nan_keys;
+    KeySet non_finite;  // keys of values that are
+  };
+
+  static constexpr int kSpanBlocks = Engine::kSpan / kKeyBlock;
+  static constexpr bool kFused =
+      Engine::kInterleaved && std::is_same_v<Probability, ExactProbability>;
+
+  // Packs keys and values from `begin` up to `end`, if there is room; returns
+  // the number of blocks.
+  int LoadBlocks(int64_t begin, int64_t end) {
+    int count = 0;
+    for (int key = 0; key < Engine::kPacked && begin + key < end;
+         key += kKeyBlock) {
+      Block& block = blocks_[count++];
+      block.begin = begin + key;
+      block.keys = work_.keys + key * work_.query_stride;
+      block.values = work_.values +
+                     key / Engine::kSpan * Engine::kSpan * work_.out_stride +
+                     key % Engine::kSpan * Engine::kCols;
+      LoadKeys(block);
+      LoadValues(block);
+    }
+    return count;
+  }
+
+  void LoadKeys(Block& block) {
+    const float scale = params_.k_scale[KeyValueScale(block.begin)];
+    block.key_scale = __builtin_fabsf(scale);
     WithDType(params_.in_dtype, [&](auto type) {
       const RowsView keys =
-          KeyValueRows<type.value>(params_.k, block, params_.head_dim);
-      Engine::template PackKeys<type.value>(keys, scale < 0.0f, work_.keys);
+          KeyValueRows<type.value>(params_.k, block.begin, params_.head_dim);
+      Engine::template PackKeys<type.value>(keys, scale < 0.0f, block.keys);
       // The code of a NaN is a number, so NaN keys are told apart here.
-      nan_keys_ = {};
+      block.nan_keys = {};
       if constexpr (type.value == DType::kE4m3) {
         for (int key = 0; key < keys.count; ++key) {
           if (HasE4m3NaN(keys.At<type.value>(key, 0), keys.width)) {
-            nan_keys_.Add(key);
+            block.nan_keys.Add(key);
           }
         }
       }
     });
   }
 
-  // A scale for all keys is applied at the end, one per block here.
-  void LoadValues(int64_t block) {
-    value_weight_ =
-        params_.kv_block > 0 ? params_.v_scale[KeyValueScale(block)] : 1.0f;
+  void LoadValues(Block& block) {
+    block.value_weight = params_.kv_block > 0
+                             ? params_.v_scale[KeyValueScale(block.begin)]
+                             : 1.0f;
     WithDType(params_.in_dtype, [&](auto type) {
-      non_finite_ = Engine::template PackValues<type.value>(
-          KeyValueRows<type.value>(params_.v, block, params_.value_dim),
-          value_weight_, work_.values);
+      block.non_finite = Engine::template PackValues<type.value>(
+          KeyValueRows<type.value>(params_.v, block.begin, params_.value_dim),
+          block.value_weight, block.values);
     });
   }
 
-  void AttendGroup(int64_t first_row, int64_t block) {
-    const int64_t left = (row_count_ - first_row) / Engine::kRows;
-    const int tiles = left < kTilesPerGroup ? left : kTilesPerGroup;
+  // How many blocks from `first` on, up to the end of its span, every row of a
+  // register tile sees whole and can be attended at once.
+  int WholeBlocks(int64_t first_row, int first, int count) const {
+    if (params_.kv_block > 0) return 0;
+    const KeyRange all = work_.seen[first_row / Engine::kRows].all;
+    int end = first;
+    do {
+      const Block& block = blocks_[end];
+      if (all.begin > block.begin || all.end < block.begin + kKeyBlock ||
+          block.non_finite.Any()) {
+        break;
+      }
+      ++end;
+    } while (end < count && end % kSpanBlocks != 0);
+    return end - first;
+  }
+
+  // Attends WholeBlocks at once: each panel of scores becomes probabilities
+  // while the second next is computed. Without maxima: for rows that have one
+  // already and turn out to need no larger one. Returns the number of blocks; 0
+  // if nothing was done. Row for row the result is that of AttendGroup.
+  int AttendWhole(int64_t first_row, int first, int count) {
+    static_assert(Engine::kGroupRows == Engine::kRows);
+    constexpr int kRows = Engine::kRows;
+    constexpr int kCols = Engine::kCols;
+    const int blocks = WholeBlocks(first_row, first, count);
+    if (blocks == 0) return 0;
+    const Block& begin = blocks_[first];
+    const int keys = blocks * kKeyBlock;
+    QueryRow* rows = work_.rows + first_row;
+    F32 sums[kRows];
+    float factors[kRows];
+    for (int row = 0; row < kRows; ++row) {
+      if (rows[row].state.max == numerics::kNegativeInfinity) return 0;
+      sums[row] = rows[row].state.sum;
+      factors[row] = numerics::LogitFactor(rows[row].scale, begin.key_scale);
+    }
+
+    const auto scores_of = [&](int key) {
+      return work_.scores + key / kCols % 2 * kRows * kCols;
+    };
+    const auto add_scores = [&](int key) {
+      products_.Scores(work_.queries + first_row * work_.query_stride,
+                       work_.query_stride,
+                       begin.keys + key * work_.query_stride, params_.head_dim,
+                       scores_of(key), kCols);
+    };
+    add_scores(0);
+    add_scores(kCols);
+    products_.Spread(1);
+    products_.Advance();  // The second panel's sums are still in the tiles.
+    constexpr int kRowsAtATime = 2;
+    for (int key = 0; key < keys; key += kCols) {
+      if (key + 2 * kCols < keys) {
+        add_scores(key + 2 * kCols);
+      } else {
+        products_.Finish();
+      }
+      products_.Spread(kRows / kRowsAtATime);
+      const float* scores = scores_of(key);
+      for (int row = 0; row < kRows; row += kRowsAtATime) {
+        for (int i = row; i < row + kRowsAtATime; ++i) {
+          sums[i] = Probability::template Exponentials<Engine>(
+              scores + i * kCols, work_.probabilities + i * Engine::kSpan + key,
+              0, kCols, AllVisible(), factors[i], rows[i].state.max, sums[i]);
+        }
+        products_.Advance();
+      }
+    }
+
+    F32 largest = {};
+    for (int row = 0; row < kRows; ++row) {
+      largest = MaxOrNaN(largest, sums[row] - rows[row].state.sum);
+    }
+    if (!AllBelow(largest, std::exp2(Engine::kSlack))) return 0;
+    for (int row = 0; row < kRows; ++row) rows[row].state.sum = sums[row];
+    for (int64_t column = 0; column < work_.out_stride; column += kCols) {
+      products_.Accumulate(work_.probabilities, Engine::kSpan,
+                           begin.values + column * Engine::kSpan, keys, 1.0f,
+                           work_.out + first_row * work_.out_stride + column,
+                           work_.out_stride);
+    }
+    products_.Finish();
+    return blocks;
+  }
+
+  // Neighbouring register tiles at one block.
+  struct Group {
+    const Block* block;
+    int64_t row;  // the first
+    int tiles;
     RowTile visible[kTilesPerGroup];
-    RowTile any = {kKeyBlock, 0};
-    for (int tile = 0; tile < tiles; ++tile) {
-      visible[tile] = VisiblePanels(first_row + tile * Engine::kRows, block);
-      if (visible[tile].begin >= visible[tile].end) continue;
-      if (visible[tile].begin < any.begin) any.begin = visible[tile].begin;
-      if (visible[tile].end > any.end) any.end = visible[tile].end;
-    }
-    if (any.begin >= any.end) return;
+    float* scores;  // (kGroupRows, 128)
 
-    for (int panel = any.begin; panel < any.end; panel += Engine::kCols) {
+    bool SeesAny() const {
       for (int tile = 0; tile < tiles; ++tile) {
-        if (panel < visible[tile].begin || panel >= visible[tile].end) continue;
+        if (!visible[tile].IsEmpty()) return true;
+      }
+      return false;
+    }
+  };
+
+  Group GroupAt(int64_t row, int block) const {
+    const int64_t left = (row_count_ - row) / Engine::kRows;
+    Group group;
+    group.block = &blocks_[block];
+    group.row = row;
+    group.tiles = left < kTilesPerGroup ? left : kTilesPerGroup;
+    for (int tile = 0; tile < group.tiles; ++tile) {
+      group.visible[tile] =
+          VisiblePanels(row / Engine::kRows + tile, blocks_[block]);
+    }
+    group.scores = work_.scores + block % Workspace<Engine>::kScores *
+                                      Engine::kGroupRows * kKeyBlock;
+    return group;
+  }
+
+  // One block of `count`. Where products can run among other work, the scores
+  // of the next block are computed while this one's become probabilities.
+  void AttendGroup(int64_t row, int index, int count) {
+    const Group group = GroupAt(row, index);
+    const bool scores_are_there = index > 0 && scores_are_there_;
+    scores_are_there_ = false;
+    if (!group.SeesAny()) return;
+    if (!scores_are_there) AddScores(group);
+    products_.Finish();
+
+    if (Workspace<Engine>::kScores > 1 && !kFused && index + 1 < count) {
+      AddScores(GroupAt(row, index + 1));
+      scores_are_there_ = true;
+    }
+    products_.Spread(2 * Engine::kRows * group.tiles);
+    for (int tile = 0; tile < group.tiles; ++tile) {
+      if (!group.visible[tile].IsEmpty()) Normalise(group, tile);
+    }
+    products_.Finish();
+
+    AddOutput(group);
+    products_.Finish();
+    if (group.block->non_finite.Any()) {
+      for (int i = 0; i < group.tiles * Engine::kRows; ++i) {
+        AddNonFinite(group, i);
+      }
+    }
+  }
+
+  void AddScores(const Group& group) {
+    for (int panel = 0; panel < kKeyBlock; panel += Engine::kCols) {
+      for (int tile = 0; tile < group.tiles; ++tile) {
+        if (!group.visible[tile].Has(panel)) continue;
         const int64_t row = tile * Engine::kRows;
-        Engine::Scores(
-            work_.queries + (first_row + row) * work_.query_stride,
-            work_.query_stride, work_.keys + panel * work_.query_stride,
-            params_.head_dim, work_.scores + row * kKeyBlock + panel);
+        products_.Scores(work_.queries + (group.row + row) * work_.query_stride,
+                         work_.query_stride,
+                         group.block->keys + panel * work_.query_stride,
+                         params_.head_dim,
+                         group.scores + row * kKeyBlock + panel, kKeyBlock);
       }
     }
+  }
 
-    for (int tile = 0; tile < tiles; ++tile) {
-      if (visible[tile].begin >= visible[tile].end) continue;
-      for (int row = 0; row < Engine::kRows; ++row) {
-        Normalise(first_row, tile * Engine::kRows + row, block, visible[tile]);
-      }
-    }
-
+  void AddOutput(const Group& group) {
     for (int64_t column = 0; column < work_.out_stride;
          column += Engine::kCols) {
-      for (int tile = 0; tile < tiles; ++tile) {
-        if (visible[tile].begin >= visible[tile].end) continue;
+      for (int tile = 0; tile < group.tiles; ++tile) {
+        if (group.visible[tile].IsEmpty()) continue;
         const int64_t row = tile * Engine::kRows;
-        Engine::Accumulate(
-            work_.probabilities + row * kKeyBlock,
-            work_.values + column * kKeyBlock, visible[tile].begin,
-            visible[tile].end, value_weight_,
-            work_.out + (first_row + row) * work_.out_stride + column,
+        const int begin = group.visible[tile].begin;
+        products_.Accumulate(
+            work_.probabilities + row * kKeyBlock + begin, kKeyBlock,
+            group.block->values + column * Engine::kSpan +
+                begin * Engine::kCols,
+            group.visible[tile].end - begin, group.block->value_weight,
+            work_.out + (group.row + row) * work_.out_stride + column,
             work_.out_stride);
       }
     }
-
-    if (non_finite_.Any()) {
-      for (int row = 0; row < tiles * Engine::kRows; ++row) {
-        AddNonFinite(first_row, row, block);
-      }
-    }
   }
 
-  RowTile VisiblePanels(int64_t first_row, int64_t block) const {
-    KeyRange all = {0, 0};
-    for (int row = 0; row < Engine::kRows; ++row) {
-      all = numerics::Union(
-          all, numerics::Within(work_.rows[first_row + row].visible, block,
-                                kKeyBlock));
-    }
-    return {static_cast<int>(all.begin / Engine::kCols * Engine::kCols),
-            static_cast<int>(RoundUp(all.end, Engine::kCols))};
+  RowTile VisiblePanels(int64_t tile, const Block& block) const {
+    const KeyRange any =
+        numerics::Within(work_.seen[tile].any, block.begin, kKeyBlock);
+    const KeyRange all =
+        numerics::Within(work_.seen[tile].all, block.begin, kKeyBlock);
+    const int begin = any.begin / Engine::kCols * Engine::kCols;
+    const int end = RoundUp(any.end, Engine::kCols);
+    return {begin, end, all.begin <= begin && all.end >= end};
   }
 
-  // Scores of one row to probabilities, over the panels its register tile sees.
-  void Normalise(int64_t first_row, int row, int64_t block, RowTile panels) {
-    QueryRow& state = work_.rows[first_row + row];
-    const float* scores = work_.scores + row * kKeyBlock;
-    Operand* probabilities = work_.probabilities + row * kKeyBlock;
-    const KeyRange seen = numerics::Within(state.visible, block, kKeyBlock);
-    if (numerics::IsEmpty(seen)) {
-      std::memset(probabilities + panels.begin, 0,
-                  (panels.end - panels.begin) * sizeof(Operand));
-      return;
-    }
-    if (nan_keys_.Any()) {
-      for (int key = seen.begin; key < seen.end; ++key) {
-        if (nan_keys_.Has(key)) {
-          state.state.sum = std::numeric_limits<float>::quiet_NaN();
+  // Scores of a register tile's rows to probabilities, over the panels it sees.
+  void Normalise(const Group& group, int tile) {
+    const Block& block = *group.block;
+    const RowTile panels = group.visible[tile];
+    QueryRow* rows = work_.rows + group.row + tile * Engine::kRows;
+    const float* scores = group.scores + tile * Engine::kRows * kKeyBlock;
+    Operand* probabilities =
+        work_.probabilities + tile * Engine::kRows * kKeyBlock;
+    typename Probability::Plan plans[Engine::kRows];
+    for (int i = 0; i < Engine::kRows; ++i) {
+      if (block.nan_keys.Any()) MarkNaN(rows[i], block);
+      plans[i].rescale = 1.0f;
+      WithVisible(rows[i], block, panels, [&](auto visible) {
+        plans[i] = Probability::template Prepare<Engine>(
+            scores + i * kKeyBlock, panels.begin, panels.end, visible,
+            numerics::LogitFactor(rows[i].scale, block.key_scale),
+            rows[i].state);
+      });
+      if (plans[i].rescale != 1.0f) {
+        float* out = work_.out +
+                     (group.row + tile * Engine::kRows + i) * work_.out_stride;
+        for (int64_t c = 0; c < work_.out_stride; c += kLanes) {
+          Store(out + c, Load(out + c) * plans[i].rescale);
         }
       }
+      products_.Advance();
     }
-    const float factor = numerics::LogitFactor(state.scale, key_scale_);
-    float rescale;
+    for (int i = 0; i < Engine::kRows; ++i) {
+      const bool any = WithVisible(rows[i], block, panels, [&](auto visible) {
+        Probability::template Write<Engine>(
+            scores + i * kKeyBlock, probabilities + i * kKeyBlock, panels.begin,
+            panels.end, visible, plans[i], rows[i].state);
+      });
+      if (!any) {
+        std::memset(probabilities + i * kKeyBlock + panels.begin, 0,
+                    (panels.end - panels.begin) * sizeof(Operand));
+      }
+      products_.Advance();
+    }
+  }
+
+  // Calls f with what tells which keys of the panels the row sees; returns
+  // whether it sees any.
+  template <class F>
+  ZYFA_INLINE bool WithVisible(const QueryRow& row, const Block& block,
+                               RowTile panels, F f) const {
+    if (panels.whole) {
+      f(AllVisible());
+      return true;
+    }
+    const KeyRange seen = numerics::Within(row.visible, block.begin, kKeyBlock);
+    if (numerics::IsEmpty(seen)) return false;
     if (seen.begin <= panels.begin && seen.end >= panels.end) {
-      rescale = Probability::template Row<Engine>(
-          scores, probabilities, panels.begin, panels.end, AllVisible(), factor,
-          state.state);
+      f(AllVisible());
     } else {
-      rescale = Probability::template Row<Engine>(
-          scores, probabilities, panels.begin, panels.end,
-          RangeVisible{static_cast<int>(seen.begin),
-                       static_cast<int>(seen.end)},
-          factor, state.state);
+      f(RangeVisible{static_cast<int>(seen.begin), static_cast<int>(seen.end)});
     }
-    if (rescale != 1.0f) {
-      float* out = work_.out + (first_row + row) * work_.out_stride;
-      for (int64_t c = 0; c < work_.out_stride; c += kLanes) {
-        Store(out + c, Load(out + c) * rescale);
+    return true;
+  }
+
+  void MarkNaN(QueryRow& row, const Block& block) const {
+    const KeyRange seen = numerics::Within(row.visible, block.begin, kKeyBlock);
+    for (int key = seen.begin; key < seen.end; ++key) {
+      if (block.nan_keys.Has(key)) {
+        row.state.sum = Simd::Set(std::numeric_limits<float>::quiet_NaN());
       }
     }
   }
 
   // What the packed values left out: infinities and NaN of the keys it sees.
-  void AddNonFinite(int64_t first_row, int row, int64_t block) {
-    const KeyRange seen =
-        numerics::Within(work_.rows[first_row + row].visible, block, kKeyBlock);
-    float* out = work_.out + (first_row + row) * work_.out_stride;
+  void AddNonFinite(const Group& group, int row) {
+    const Block& block = *group.block;
+    const KeyRange seen = numerics::Within(work_.rows[group.row + row].visible,
+                                           block.begin, kKeyBlock);
+    float* out = work_.out + (group.row + row) * work_.out_stride;
     WithDType(params_.in_dtype, [&](auto type) {
       const RowsView values =
-          KeyValueRows<type.value>(params_.v, block, params_.value_dim);
+          KeyValueRows<type.value>(params_.v, block.begin, params_.value_dim);
       for (int key = seen.begin; key < seen.end; ++key) {
-        if (!non_finite_.Has(key)) continue;
+        if (!block.non_finite.Has(key)) continue;
         const float p = Engine::LoadProbability(work_.probabilities +
                                                 row * kKeyBlock + key) *
-                        value_weight_;
+                        block.value_weight;
         for (int64_t c = 0; c < params_.value_dim; c += kLanes) {
           const F32 x = LoadFirst<type.value>(values.At<type.value>(key, c),
                                               params_.value_dim - c);
@@ -355,16 +514,17 @@ class TileAttention {
       const int64_t query = QueryOf(row);
       const int64_t head = HeadOf(row);
       const bool empty = numerics::IsEmpty(state.visible);
-      const float scale = empty ? 0.0f : value_scale / state.state.sum;
+      const float sum = ReduceAdd(state.state.sum);
+      const float scale = empty ? 0.0f : value_scale / sum;
       StoreOutput(work_.out + row * work_.out_stride, scale,
                   (item_.batch * params_.q_len + query) * params_.heads + head);
       params_
           .lse[(item_.batch * params_.heads + head) * params_.q_len + query] =
-          empty ? numerics::kNegativeInfinity
-                : static_cast<float>(
-                      numerics::kLn2 *
-                      (state.state.max - Probability::kLog2Scale +
-                       std::log2(static_cast<double>(state.state.sum))));
+          empty
+              ? numerics::kNegativeInfinity
+              : static_cast<float>(numerics::kLn2 *
+                                   (state.state.max - Probability::kLog2Scale +
+                                    std::log2(static_cast<double>(sum))));
     }
   }
 
@@ -392,10 +552,9 @@ class TileAttention {
   const int64_t kv_row_;
   const int64_t row_count_;
   Workspace<Engine> work_;
-  float key_scale_ = 1.0f;
-  float value_weight_ = 1.0f;
-  KeySet nan_keys_ = {};
-  KeySet non_finite_ = {};
+  Block blocks_[Engine::kPacked / kKeyBlock];
+  typename Engine::Products products_;
+  bool scores_are_there_ = false;  // of the block to come
 };
 
 // The functions of a target (target.h) for one engine.

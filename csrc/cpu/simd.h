@@ -164,6 +164,20 @@ struct Simd {
   template <int kDegree>
   static ZYFA_INLINE F32 Exp2(F32 x) {
     static_assert(kDegree == 4 || kDegree == 6);
+#if defined(__AVX512DQ__)
+    // Two instructions find the fraction and put the whole part back, for any
+    // x up to infinity.
+    if constexpr (kDegree == 4) {
+      const F32 r = Fraction(x);
+      // Minimax in relative error on [0, 1) with p(0) = 1.
+      F32 p = Set(0.0134266848f);
+      p = MulAdd(p, r, Set(0.0522424728f));
+      p = MulAdd(p, r, Set(0.241280213f));
+      p = MulAdd(p, r, Set(0.693044841f));
+      p = MulAdd(p, r, Set(1.0f));
+      return (F32)_mm512_scalef_ps((__m512)p, (__m512)x);
+    }
+#endif
     x = Max(Set(-127.0f), x);
     const F32 whole = Round(x);
     const F32 r = x - whole;
@@ -232,6 +246,18 @@ ZYFA_INLINE bool AnyLane(I32 mask) {
   for (int i = 0; i < kLanes; ++i) any |= mask[i];
   return any != 0;
 #endif
+}
+
+// The larger, of numbers that are not negative, or NaN.
+ZYFA_INLINE F32 MaxOrNaN(F32 a, F32 b) {
+  const U32 x = BitCast<U32>(a);
+  const U32 y = BitCast<U32>(b);
+  return BitCast<F32>(x > y ? x : y);
+}
+
+// Whether every lane is below `limit`; a NaN is not.
+ZYFA_INLINE bool AllBelow(F32 x, float limit) {
+  return !AnyLane(~(I32)(x < limit));
 }
 
 // Values of e4m3 codes 0..126.

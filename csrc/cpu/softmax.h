@@ -13,7 +13,11 @@
 namespace zyfa::cpu {
 namespace {
 
-using numerics::RowState;
+// The state of one query row while key blocks pass by.
+struct RowState {
+  F32 sum;    // of the probabilities so far, relative to `max`, over the lanes
+  float max;  // what the logits are relative to: the largest one seen, or near
+};
 
 // Which keys of the block a row sees, as lane masks.
 struct AllVisible {
@@ -102,42 +106,65 @@ ZYFA_INLINE float BlockWeight(int shift) {
   return BitCast<float>((127 - shift) << 23);
 }
 
-// How a row's probabilities are made. Each has
+// How a row's probabilities are made, in two steps, so that the steps of
+// several rows can be taken in turn. Each has
 //   kLog2Scale: the power of two that probabilities carry,
-//   Row(...): writes the probabilities of keys [begin, end) (zero where not
-//   visible), brings `state` up to date and returns the factor by which the
-//   row's output so far is to be multiplied.
+//   Prepare(...): brings `state` to the maximum over keys [begin, end); the
+//   result's `rescale` is the factor for the row's output so far,
+//   Write(...): writes the probabilities, zero where not visible, and adds them
+//   to `state`.
 
 struct ExactProbability {
   static constexpr float kLog2Scale = 0.0f;
 
+  struct Plan {
+    float factor;
+    float rescale;
+  };
+
+  // The reference stays while no logit exceeds it by more than kSlack, in log2
+  // units. So a block whose sums are below 2^kSlack needs no maximum.
   template <class Engine, class Visible>
-  static ZYFA_INLINE float Row(const float* acc,
-                               typename Engine::Operand* probabilities,
-                               int begin, int end, Visible visible,
-                               float factor, RowState& state) {
+  static ZYFA_INLINE Plan Prepare(const float* acc, int begin, int end,
+                                  Visible visible, float factor,
+                                  RowState& state) {
     const float block_max = MaximumOf(acc, begin, end, visible) * factor;
-    float rescale = 1.0f;
-    if (block_max > state.max) {
-      rescale = RescaleFactor(state.max, block_max);
-      state.max = block_max;
-    }
+    if (!(block_max - state.max > Engine::kSlack)) return {factor, 1.0f};
+    const float rescale = RescaleFactor(state.max, block_max);
+    state.max = block_max;
+    state.sum *= rescale;
+    return {factor, rescale};
+  }
+
+  template <class Engine, class Visible>
+  static ZYFA_INLINE void Write(const float* acc,
+                                typename Engine::Operand* probabilities,
+                                int begin, int end, Visible visible,
+                                const Plan& plan, RowState& state) {
+    state.sum = Exponentials<Engine>(acc, probabilities, begin, end, visible,
+                                     plan.factor, state.max, state.sum);
+  }
+
+  // Writes the probabilities relative to `max` and returns `sum` with theirs.
+  template <class Engine, class Visible>
+  static ZYFA_INLINE F32 Exponentials(const float* acc,
+                                      typename Engine::Operand* probabilities,
+                                      int begin, int end, Visible visible,
+                                      float factor, float max, F32 sum) {
     const F32 scale = Simd::Set(factor);
-    const F32 max = Simd::Set(state.max);
-    F32 sum[2] = {};
+    const F32 reference = Simd::Set(max);
     for (int key = begin; key < end; key += 2 * kLanes) {
       F32 p[2];
       for (int half = 0; half < 2; ++half) {
         const int at = key + half * kLanes;
         // Not fused, so that the largest logit leaves exactly 0 however large.
-        const F32 t = Load(acc + at) * scale - max;
+        const F32 t = Load(acc + at) * scale - reference;
         p[half] = Select(visible(at), Simd::Exp2<Engine::kExpDegree>(t), F32{});
-        sum[half] += p[half];
       }
+      sum += p[0] + p[1];
       Engine::StoreProbabilities(probabilities + key, p[0], p[1]);
     }
-    state.sum = state.sum * rescale + ReduceAdd(sum[0] + sum[1]);
-    return rescale;
+    return sum;
   }
 };
 
@@ -145,26 +172,40 @@ template <class Code>
 struct Fp8Probability {
   static constexpr float kLog2Scale = numerics::kFp8ProbabilityLog2;
 
+  struct Plan {
+    Fp8Block block;
+    float factor;
+    float rescale;
+  };
+
   template <class Engine, class Visible>
-  static ZYFA_INLINE float Row(const float* acc,
-                               typename Engine::Operand* probabilities,
-                               int begin, int end, Visible visible,
-                               float factor, RowState& state) {
+  static ZYFA_INLINE Plan Prepare(const float* acc, int begin, int end,
+                                  Visible visible, float factor,
+                                  RowState& state) {
     const Fp8Block block = PlanFp8Block<Code>(
         MaximumOf(acc, begin, end, visible), factor, state.max);
     float rescale = 1.0f;
     if (block.new_max > state.max) {
       rescale = RescaleFactor(state.max, block.new_max);
       state.max = block.new_max;
+      state.sum *= rescale;
     }
-    typename Engine::Fp8Writer writer(probabilities, block.shift);
-    EmitFp8Codes<Code>(acc, begin, end, visible, factor, block,
+    return {block, factor, rescale};
+  }
+
+  template <class Engine, class Visible>
+  static ZYFA_INLINE void Write(const float* acc,
+                                typename Engine::Operand* probabilities,
+                                int begin, int end, Visible visible,
+                                const Plan& plan, RowState& state) {
+    typename Engine::Fp8Writer writer(probabilities, plan.block.shift);
+    EmitFp8Codes<Code>(acc, begin, end, visible, plan.factor, plan.block,
                        [&](int key, I32 codes, I32 next_codes) {
                          writer.Write(key, codes, next_codes);
                        });
-    state.sum = block.has_nan ? std::numeric_limits<float>::quiet_NaN()
-                              : state.sum * rescale + writer.Sum();
-    return rescale;
+    state.sum = plan.block.has_nan
+                    ? Simd::Set(std::numeric_limits<float>::quiet_NaN())
+                    : state.sum + writer.Sum();
   }
 };
 

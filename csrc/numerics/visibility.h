@@ -55,6 +55,13 @@ static constexpr KeyRange Union(KeyRange a, KeyRange b) {
   return {a.begin < b.begin ? a.begin : b.begin, a.end > b.end ? a.end : b.end};
 }
 
+// What both hold.
+static constexpr KeyRange Intersection(KeyRange a, KeyRange b) {
+  const KeyRange both = {a.begin > b.begin ? a.begin : b.begin,
+                         a.end < b.end ? a.end : b.end};
+  return IsEmpty(both) ? KeyRange{0, 0} : both;
+}
+
 // The part of `range` inside [origin, origin + size), relative to `origin`.
 static constexpr KeyRange Within(KeyRange range, int64_t origin, int64_t size) {
   const int64_t begin = Clamp(range.begin - origin, 0, size);
@@ -65,6 +72,8 @@ static constexpr KeyRange Within(KeyRange range, int64_t origin, int64_t size) {
 static_assert(VisibleKeys({-1, 0}, {0, 4, 4}, 2).end == 3);
 static_assert(VisibleKeys({1, 0}, {2, 4, 4}, 1).begin == 2);
 static_assert(IsEmpty(VisibleKeys({-1, 0}, {-3, 4, 4}, 2)));
+static_assert(Intersection({1, 4}, {2, 9}).begin == 2);
+static_assert(IsEmpty(Intersection({1, 4}, {4, 9})));
 
 }  // namespace zyfa::numerics
 
