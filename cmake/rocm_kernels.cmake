@@ -48,37 +48,32 @@ if(NOT ZYFA_ROCM_WHY_NOT)
   set(ZYFA_ROCM_BUILT ${ZYFA_ROCM_ARCHS})
 endif()
 
-# Zig's clang cannot link for a GPU in one step, so there are three for any clang:
-# HIP to bitcode, bitcode to an object, objects to a code object.
+# Zig's clang cannot link for a GPU in one step, so there are three: HIP to bitcode,
+# bitcode to an object, the object to a code object. All kernels are one translation
+# unit: each object brings a table of its kernels, and readers may stop at the first.
 function(zyfa_add_code_object arch output)
   file(GLOB kernels CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/rocm/${arch}/*.hip")
   file(GLOB headers CONFIGURE_DEPENDS
        "${CMAKE_SOURCE_DIR}/csrc/rocm/*.h" "${CMAKE_SOURCE_DIR}/csrc/rocm/${arch}/*.h"
        "${CMAKE_SOURCE_DIR}/csrc/numerics/*.h")
-  set(objects)
+  set(unit "${CMAKE_BINARY_DIR}/${arch}/kernels")
+  set(includes)
   foreach(kernel IN LISTS kernels)
-    cmake_path(GET kernel STEM name)
-    set(object "${CMAKE_BINARY_DIR}/${arch}/${name}")
-    # No contraction: only the fused operations written down are fused, so that
-    # FP8 codes are those of every other kernel.
-    add_custom_command(
-      OUTPUT "${object}.o"
-      COMMAND ${CMAKE_COMMAND} -E make_directory "${CMAKE_BINARY_DIR}/${arch}"
-      COMMAND ${zyfa_rocm_clang} -x hip --offload-arch=${arch} --cuda-device-only
-              -nogpuinc -nogpulib -std=c++17 -O3 -ffp-contract=off -Wall -Wextra
-              "-I${CMAKE_SOURCE_DIR}" -emit-llvm -c "${kernel}" -o "${object}.bc"
-      COMMAND ${zyfa_rocm_clang} -target amdgcn-amd-amdhsa -mcpu=${arch} -nogpulib
-              -O3 -x ir -c "${object}.bc" -o "${object}.o"
-      DEPENDS "${kernel}" ${headers}
-      COMMENT "Compiling ${name} for ${arch}"
-      VERBATIM)
-    list(APPEND objects "${object}.o")
+    string(APPEND includes "#include \"${kernel}\"\n")
   endforeach()
+  file(CONFIGURE OUTPUT "${unit}.hip" CONTENT "${includes}" @ONLY)
+  # No contraction: only the fused operations written down are fused, so that FP8 codes
+  # are those of every other kernel.
   add_custom_command(
     OUTPUT "${output}"
-    COMMAND ${zyfa_rocm_link} -shared ${objects} -o "${output}"
-    DEPENDS ${objects}
-    COMMENT "Linking the code object for ${arch}"
+    COMMAND ${zyfa_rocm_clang} -x hip --offload-arch=${arch} --cuda-device-only
+            -nogpuinc -nogpulib -std=c++17 -O3 -ffp-contract=off -Wall -Wextra
+            "-I${CMAKE_SOURCE_DIR}" -emit-llvm -c "${unit}.hip" -o "${unit}.bc"
+    COMMAND ${zyfa_rocm_clang} -target amdgcn-amd-amdhsa -mcpu=${arch} -nogpulib
+            -O3 -x ir -c "${unit}.bc" -o "${unit}.o"
+    COMMAND ${zyfa_rocm_link} -shared "${unit}.o" -o "${output}"
+    DEPENDS "${unit}.hip" ${kernels} ${headers}
+    COMMENT "Compiling the kernels for ${arch}"
     VERBATIM)
 endfunction()
 

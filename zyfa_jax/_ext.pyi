@@ -18,6 +18,12 @@ def rocm_handler_on_host() -> Any:
     number is the GPU's.
     """
 
+def quantize_registrations() -> dict[str, Any]:
+    """Handlers of the FFI target "zyfa_quantize", as `registrations` gives them."""
+
+def rocm_quantize_handler_on_host() -> Any:
+    """The handler of "zyfa_quantize" as `rocm_handler_on_host` is of attention."""
+
 def rocm_archs() -> list[str]:
     """Architectures of AMD GPUs whose kernels are built in."""
 

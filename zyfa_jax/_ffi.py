@@ -15,9 +15,13 @@ import jax
 from . import _spec
 
 TARGET = "zyfa_attention"
-# Custom call targets by the platform that a call is lowered for and the platform whose
-# kernel it takes.
-_TARGETS = {(name, name): TARGET for name in _spec.KERNELS}
+QUANTIZE_TARGET = "zyfa_quantize"
+# Names of each custom call by the platform that it is lowered for and the platform
+# whose kernel it takes.
+_TARGETS = {
+    TARGET: {(name, name): TARGET for name in _spec.KERNELS},
+    QUANTIZE_TARGET: {("rocm", "rocm"): QUANTIZE_TARGET},
+}
 logger = logging.getLogger("zyfa_jax")
 
 _REMEDY = {
@@ -57,32 +61,41 @@ def load() -> ModuleType | None:
     except ImportError as error:
         logger.warning("the compiled extension did not load: %s", error)
         return None
-    for platform, handlers in extension.registrations().items():
-        jax.ffi.register_ffi_target(TARGET, handlers, platform=platform)
+    for name, registrations in (
+        (TARGET, extension.registrations()),
+        (QUANTIZE_TARGET, extension.quantize_registrations()),
+    ):
+        for platform, handlers in registrations.items():
+            jax.ffi.register_ffi_target(name, handlers, platform=platform)
     return extension
 
 
-def target(platform: str | None, kernel: str | None) -> str | None:
-    """The custom call by which code for a platform calls a platform's kernel."""
-    return _TARGETS.get((platform or "", kernel or ""))
+def target(platform: str | None, kernel: str | None, call: str = TARGET) -> str | None:
+    """The name by which code for a platform calls a platform's kernel."""
+    return _TARGETS[call].get((platform or "", kernel or ""))
 
 
 @contextlib.contextmanager
 def stand_in() -> Iterator[None]:
-    """Lets code for the CPU call the ROCm kernel, by implementation="rocm".
+    """Lets code for the CPU call the ROCm kernels, by implementation="rocm".
 
     For tests that put a library in HIP's place which reads and writes host memory.
     """
     extension = load()
     if extension is None:
         raise RuntimeError("the compiled extension is not here")
-    name = f"{TARGET}_rocm"
-    jax.ffi.register_ffi_target(name, extension.rocm_handler_on_host(), platform="cpu")
-    _TARGETS["cpu", "rocm"] = name
+    for call, handler in (
+        (TARGET, extension.rocm_handler_on_host()),
+        (QUANTIZE_TARGET, extension.rocm_quantize_handler_on_host()),
+    ):
+        name = f"{call}_rocm"
+        jax.ffi.register_ffi_target(name, handler, platform="cpu")
+        _TARGETS[call]["cpu", "rocm"] = name
     try:
         yield
     finally:
-        del _TARGETS["cpu", "rocm"]
+        for names in _TARGETS.values():
+            del names["cpu", "rocm"]
 
 
 def has_kernel(platform: str) -> bool:

@@ -49,7 +49,10 @@ def export_safety_checks() -> list[jax.export.DisabledSafetyCheck]:
     JAX refuses to export custom calls whose stability it does not know; ours keep
     their name and attributes within a minor version.
     """
-    return [jax.export.DisabledSafetyCheck.custom_call(_ffi.TARGET)]
+    return [
+        jax.export.DisabledSafetyCheck.custom_call(target)
+        for target in (_ffi.TARGET, _ffi.QUANTIZE_TARGET)
+    ]
 
 
 @attention_p.def_impl

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -12,17 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from . import _compat
+from . import _quantize_primitive as primitive
+
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32
 
-FP8 = jnp.float8_e4m3fn
-
-_FP8_MAX = 448.0
 _BLOCK_UNIT = 128
 _GRANULARITIES = ("head", "tensor", "block")
 _DTYPES = ("bfloat16", "float16", "float32")
-_SMALLEST_NORMAL = float(jnp.finfo(jnp.float32).smallest_normal)
-_GUARD_ABOVE = 2.0**64
 
 
 @jax.tree_util.register_dataclass
@@ -115,110 +112,67 @@ def quantize(
     Raises:
       ValueError: if x has another rank or dtype, or an option is not one of these.
     """
+    return quantize_by(
+        None, x, granularity=granularity, block=block, center=center, rotate=rotate
+    )
+
+
+def quantize_by(
+    implementation: str | None,
+    x: Any,
+    *,
+    granularity: Any = "head",
+    block: Any = 128,
+    center: Any = False,
+    rotate: Any = False,
+) -> Quantized:
+    """`quantize` by the kernel of a platform; None leaves it to the platform."""
     _check(x, granularity, block)
     _check_flags(center=center, rotate=rotate)
     x = jnp.asarray(x)
-    z = _quantize(
-        x,
-        granularity=granularity,
+    rounding = primitive.Rounding(
+        granularity,
         block=int(block) if granularity == "block" else 0,
-        center=bool(center),
         rotate=bool(rotate),
+        implementation=implementation,
     )
+    z = _quantize(x, rounding=rounding, center=bool(center))
     return z if center or rotate else dataclasses.replace(z, source=x)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("granularity", "block", "center", "rotate")
-)
-def _quantize(
-    x: Array, *, granularity: str, block: int, center: bool, rotate: bool
-) -> Quantized:
+@functools.partial(jax.jit, static_argnames=("rounding", "center"))
+def _quantize(x: Array, *, rounding: primitive.Rounding, center: bool) -> Quantized:
     """The source is None where it would be x itself."""
-    y = x.astype(jnp.float32)
-    if not (center or rotate):
-        values, descale = _round(lax.stop_gradient(y), granularity, block)
-        return Quantized(values, descale, block=block)
-    # Means and rotated channels of numbers near float32's maximum would overflow.
-    largest = lax.stop_gradient(_magnitude(y, axis=None))
-    guard = jnp.where(largest > _GUARD_ABOVE, np.float32(1 / _GUARD_ABOVE), 1)
-    y = y * guard
-    mean = None
-    if center:
-        mean = _mean_over_tokens(y)
-        y = y - mean
-    if rotate:
-        y = _rotate(y)
-        mean = None if mean is None else _rotate(mean)
-    values, descale = _round(lax.stop_gradient(y), granularity, block)
-    return Quantized(
-        values,
-        descale / guard,
-        center=None if mean is None else (mean / guard).squeeze(-3),
+    if x.ndim == 3:
+        z = _quantize(x[None], rounding=rounding, center=center)
+        return jax.tree.map(lambda leaf: leaf[0], z)
+    means = (primitive.mean_over_tokens(x),) if center else ()
+    operands = lax.stop_gradient((x, *(m.squeeze(1) for m in means)))
+    values, descale = _bind(*operands, rounding=rounding)
+    z = Quantized(values, descale, block=rounding.block)
+    if not (center or rounding.rotate):
+        return z
+    y, guard = primitive.prepare(x, *means, rounding=rounding)
+    return dataclasses.replace(
+        z,
+        center=_center(*means, rotate=rounding.rotate) if means else None,
         source=(y / guard).astype(x.dtype),
-        block=block,
-        rotated=rotate,
+        rotated=rounding.rotate,
     )
 
 
-def _round(y, granularity: str, block: int):
-    """(y / descale in float8_e4m3fn, descale)."""
-    tokens = y.shape[-3]
-    if granularity == "tensor":
-        largest = jnp.broadcast_to(
-            _magnitude(y, axis=None), y.shape[:-3] + y.shape[-2:-1]
-        )
-        per_token = largest[..., None, :, None]
-    elif granularity == "head":
-        largest = _magnitude(y, axis=(-3, -1))
-        per_token = largest[..., None, :, None]
-    else:
-        blocks = -(-tokens // block)
-        padding = [(0, 0)] * (y.ndim - 3) + [
-            (0, blocks * block - tokens),
-            (0, 0),
-            (0, 0),
-        ]
-        padded = jnp.pad(y, padding)
-        tiles = padded.reshape(*y.shape[:-3], blocks, block, *y.shape[-2:])
-        largest = _magnitude(tiles, axis=(-3, -1))
-        per_token = jnp.repeat(largest, block, axis=-2)[..., :tokens, :, None]
-        largest = jnp.swapaxes(largest, -1, -2)
-    scaled = y / _descale(per_token)
-    values = jnp.clip(scaled, -_FP8_MAX, _FP8_MAX).astype(FP8)
-    return values, _descale(largest)
+def _bind(*operands: Array, rounding: primitive.Rounding) -> Any:
+    bind = functools.partial(primitive.quantize_p.bind, rounding=rounding)
+    like = jax.eval_shape(bind, *operands)
+    return _compat.automatic_axes(bind, like)(*operands)
 
 
-def _descale(largest):
-    # A descale below the normal range would be flushed to zero by some devices.
-    return jnp.where(
-        largest == 0, 1.0, jnp.maximum(largest / _FP8_MAX, _SMALLEST_NORMAL)
-    ).astype(jnp.float32)
-
-
-def _magnitude(y, axis):
-    """The largest finite magnitude, 0 if there is none."""
-    return jnp.max(jnp.abs(y), axis=axis, initial=0.0, where=jnp.isfinite(y))
-
-
-def _mean_over_tokens(y):
-    finite = jnp.isfinite(y)
-    count = jnp.maximum(finite.sum(axis=-3, keepdims=True), 1)
-    total = jnp.where(finite, y, 0).sum(axis=-3, keepdims=True)
-    return total / count.astype(jnp.float32)
-
-
-def _rotate(y):
-    """y times an orthonormal Hadamard matrix along the last axis."""
-    dim = y.shape[-1]
-    size = dim & -dim
-    index = jnp.arange(size)
-    odd = lax.population_count(index[:, None] & index) % 2
-    matrix = jnp.where(odd == 1, -1, 1).astype(jnp.float32) / np.float32(
-        math.sqrt(size)
-    )
-    blocks = y.reshape(*y.shape[:-1], dim // size, size)
-    return jnp.matmul(blocks, matrix, precision=lax.Precision.HIGHEST).reshape(y.shape)
+def _center(mean: Array, rotate: bool) -> Array:
+    if rotate:
+        # Small enough that sums of numbers near float32's maximum do not overflow.
+        small = np.float32(2.0**-8)
+        mean = primitive.rotated(mean * small) / small
+    return mean.squeeze(1)
 
 
 def _check(x: Any, granularity: Any, block: Any) -> None:

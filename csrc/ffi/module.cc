@@ -15,6 +15,7 @@
 #include "csrc/cpu/dispatch.h"
 #include "csrc/ffi/cpu_handler.h"
 #include "csrc/ffi/rocm_handler.h"
+#include "csrc/ffi/rocm_quantize_handler.h"
 #include "csrc/gpu/code_object.h"
 #include "csrc/numerics/online_softmax.h"
 
@@ -52,6 +53,15 @@ nb::dict Registrations() {
   rocm["execute"] = Handler(RocmAttention);
   nb::dict handlers;
   handlers["cpu"] = Handler(CpuAttention);
+  handlers["ROCM"] = rocm;
+  return handlers;
+}
+
+nb::dict QuantizeRegistrations() {
+  nb::dict rocm;
+  rocm["initialize"] = Handler(RocmQuantizeInitialize);
+  rocm["execute"] = Handler(RocmQuantize);
+  nb::dict handlers;
   handlers["ROCM"] = rocm;
   return handlers;
 }
@@ -122,6 +132,9 @@ NB_MODULE(_ext, module) {
   module.def("registrations", &Registrations);
   module.def("rocm_handler_on_host",
              [] { return Handler(RocmAttentionOnHost); });
+  module.def("quantize_registrations", &QuantizeRegistrations);
+  module.def("rocm_quantize_handler_on_host",
+             [] { return Handler(RocmQuantizeOnHost); });
   module.def("rocm_archs", &RocmArchs);
   module.def("rocm_code_object", &RocmCodeObject, nb::arg("arch"));
   module.def("cpu_targets", [] { return Names(cpu::UsableTargets()); });

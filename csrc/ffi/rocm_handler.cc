@@ -8,9 +8,7 @@
 
 #include "csrc/ffi/attention_params.h"
 #include "csrc/ffi/decode.h"
-#include "csrc/gpu/code_object.h"
-#include "csrc/gpu/hip_driver.h"
-#include "csrc/gpu/launcher.h"
+#include "csrc/ffi/rocm_launcher.h"
 #include "csrc/rocm/attention_args.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -35,32 +33,12 @@ constexpr Kernel kKernels[] = {
     {DType::kF16, 192, 128, "zyfa_attention_f16_192x128"},
 };
 
+constexpr char kName[] = "zyfa_attention";
 constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
 // The kernels' int32 positions run past the last token by less than this.
 constexpr int64_t kMaxTokens = kInt32Max - (1 << 16);
 constexpr int64_t kMaxRowBytes = (1 << 24) - 1;
-// HIP takes fewer than 2^32 threads along a dimension.
-constexpr int64_t kMaxGroups = (int64_t{1} << 32) / rocm::kThreads - 1;
-
-// Never freed, as the modules that it holds.
-gpu::Launcher& Launcher() {
-  static auto* const launcher = new gpu::Launcher(
-      gpu::OpenHip, rocm::kCodeObjects, rocm::kCodeObjectCount,
-      "Build zyfa_jax with the device's architecture in the CMake option "
-      "ZYFA_ROCM_ARCHS, or call attention(implementation='reference')");
-  return *launcher;
-}
-
-ffi::Error ToFfi(const gpu::MaybeError& error) {
-  if (!error) return ffi::Error::Success();
-  auto code = ffi::ErrorCode::kInternal;
-  if (error->kind == gpu::ErrorKind::kUnavailable) {
-    code = ffi::ErrorCode::kFailedPrecondition;
-  } else if (error->kind == gpu::ErrorKind::kOutOfMemory) {
-    code = ffi::ErrorCode::kResourceExhausted;
-  }
-  return ffi::Error(code, "zyfa_attention: " + error->message);
-}
+constexpr int64_t kMaxGroups = MaxGroups(rocm::kThreads);
 
 int64_t SizeOf(DType dtype) {
   return dtype == DType::kF32 ? 4 : dtype == DType::kE4m3 ? 1 : 2;
@@ -195,15 +173,17 @@ int32_t BlocksPerGroup(const AttentionArgs& args, int compute_units) {
 ffi::Error Run(int32_t device, void* stream, const AttentionParams& params) {
   AttentionArgs args = ToArgs(params);
   gpu::Device description;
-  if (auto error = Launcher().Load(device, &description)) return ToFfi(error);
+  if (auto error = RocmLauncher().Load(device, &description))
+    return ToFfiError(kName, error);
   args.blocks_per_group = BlocksPerGroup(args, description.compute_units);
   const int64_t groups = int64_t{args.batch} * args.heads *
                          rocm::GroupsPerHead(args.q_len, args.blocks_per_group);
-  return ToFfi(
-      Launcher().Run(device,
-                     {FindKernel(params)->name, static_cast<uint32_t>(groups),
-                      rocm::kThreads, &args, sizeof(args)},
-                     stream));
+  return ToFfiError(
+      kName, RocmLauncher().Run(
+                 device,
+                 {FindKernel(params)->name, static_cast<uint32_t>(groups),
+                  rocm::kThreads, &args, sizeof(args)},
+                 stream));
 }
 
 // Calls run(params) unless there is nothing to compute.
@@ -231,8 +211,9 @@ XLA_FFI_Error* RocmInitialize(XLA_FFI_CallFrame* call_frame) {
           .To([](void* stream) {
             return GuardedCall([stream] {
               int device;
-              auto error = Launcher().StreamDevice(stream, &device);
-              return ToFfi(error ? error : Launcher().Load(device));
+              auto error = RocmLauncher().StreamDevice(stream, &device);
+              return ToFfiError(kName,
+                                error ? error : RocmLauncher().Load(device));
             });
           })
           .release();
@@ -245,8 +226,9 @@ XLA_FFI_Error* RocmAttention(XLA_FFI_CallFrame* call_frame) {
           [](void* stream, const AttentionCall& call) {
             return Decode(call, [stream](const AttentionParams& params) {
               int device;
-              const auto error = Launcher().StreamDevice(stream, &device);
-              return error ? ToFfi(error) : Run(device, stream, params);
+              const auto error = RocmLauncher().StreamDevice(stream, &device);
+              return error ? ToFfiError(kName, error)
+                           : Run(device, stream, params);
             });
           },
           {ffi::Traits::kCmdBufferCompatible})

@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 import jax
-import ml_dtypes
 import numpy as np
 
 from tools import gfx950
+from tools.gfx950 import calls
+from tools.gfx950.calls import QUERY_BLOCK, AttentionArgs
 
 HIP_ERRORS = {
     "invalid value": 1,
@@ -30,35 +31,30 @@ HIP_ERRORS = {
     "not found": 500,
     "launch failure": 719,
 }
-DTYPES = {
-    "fp8": np.dtype(ml_dtypes.float8_e4m3fn),
-    "bf16": np.dtype(ml_dtypes.bfloat16),
-    "f16": np.dtype(np.float16),
-}
-OUT_DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16))
-QUERY_BLOCK = 256
+DTYPES = calls.DTYPES | {"f32": np.dtype(np.float32)}
+QUANTIZE_TILE = 128
 
 
-class AttentionArgs(ctypes.Structure):
-    """`zyfa::rocm::AttentionArgs` of csrc/rocm/attention_args.h."""
+class QuantizeArgs(ctypes.Structure):
+    """`zyfa::rocm::QuantizeArgs` of csrc/rocm/quantize_args.h."""
 
     _fields_ = (
         *(
             (name, ctypes.c_uint64)
-            for name in (
-                *("q", "k", "v", "q_scale", "k_scale", "v_scale"),
-                *("q_offset", "q_lengths", "kv_lengths", "out", "lse"),
-            )
+            for name in ("x", "mean", "given", "values", "found")
         ),
         *(
             (name, ctypes.c_int32)
-            for name in (
-                *("batch", "kv_batch", "q_len", "kv_len", "heads", "kv_heads"),
-                *("window_left", "window_right", "q_block", "q_scales"),
-                *("out_type", "blocks_per_group"),
-            )
+            for name in ("tokens", "heads", "head_dim", "hadamard")
         ),
+        ("zero_descale", ctypes.c_float),
+        ("row_inverse", ctypes.c_uint32),
     )
+
+
+Args = AttentionArgs | QuantizeArgs
+# Shape, dtype and whether it is written, of each array by its field's name.
+Arrays = dict[str, tuple[tuple[int, ...], np.dtype, bool]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +62,7 @@ class Buffer:
     """An array that a launch reads or writes.
 
     Attributes:
-      name: of the field of `AttentionArgs`.
+      name: of the field of the kernel's arguments.
       address: where it lies.
       shape: of all of it.
       dtype: of its elements.
@@ -114,37 +110,61 @@ class Launch:
     stream: int | None
 
     @property
-    def args(self) -> AttentionArgs:
-        assert len(self.kernarg) == ctypes.sizeof(AttentionArgs)
-        return AttentionArgs.from_buffer_copy(self.kernarg)
+    def args(self) -> Args:
+        struct, _ = FAMILIES[self._family]
+        assert len(self.kernarg) == ctypes.sizeof(struct)
+        return struct.from_buffer_copy(self.kernarg)
 
     def buffers(self) -> dict[str, Buffer]:
-        """Every array of an attention kernel's launch, with its exact extent."""
-        _, _, kind, dims = self.kernel.split("_")
-        dtype = DTYPES[kind]
-        head_dim, value_dim = map(int, dims.split("x"))
-        a = self.args
-        f32, i32 = np.dtype(np.float32), np.dtype(np.int32)
-        arrays = {
-            "q": ((a.batch, a.q_len, a.heads, head_dim), dtype),
-            "k": ((a.kv_batch, a.kv_len, a.kv_heads, head_dim), dtype),
-            "v": ((a.kv_batch, a.kv_len, a.kv_heads, value_dim), dtype),
-            "q_scale": ((a.batch, a.heads, a.q_scales), f32),
-            "k_scale": ((a.kv_batch, a.kv_heads), f32),
-            "v_scale": ((a.kv_batch, a.kv_heads), f32),
-            "q_offset": ((a.batch,), i32),
-            "q_lengths": ((a.batch,), i32),
-            "kv_lengths": ((a.batch,), i32),
-            "out": ((a.batch, a.q_len, a.heads, value_dim), OUT_DTYPES[a.out_type]),
-            "lse": ((a.batch, a.heads, a.q_len), f32),
-        }
+        """Every array of the launch, with its exact extent."""
+        args = self.args
+        _, arrays = FAMILIES[self._family]
         return {
-            name: Buffer(name, getattr(a, name), shape, kind, name in ("out", "lse"))
-            for name, (shape, kind) in arrays.items()
+            name: Buffer(name, getattr(args, name), shape, dtype, writable)
+            for name, (shape, dtype, writable) in arrays(self).items()
         }
 
+    @property
+    def _family(self) -> str:
+        return self.kernel.split("_")[1]
 
-Run = Callable[[Launch], None]
+
+def _attention_arrays(launch: Launch) -> Arrays:
+    return {
+        name: (shape, dtype, name in calls.RESULTS)
+        for name, (shape, dtype) in calls.array_shapes(
+            launch.kernel, launch.args
+        ).items()
+    }
+
+
+def _quantize_arrays(launch: Launch) -> Arrays:
+    a = launch.args
+    f32 = np.dtype(np.float32)
+    tiles = -(-a.tokens // QUANTIZE_TILE)
+    batch = launch.grid[0] // (a.heads * tiles)
+    shape = batch, a.tokens, a.heads, a.head_dim
+    of_tiles = batch, a.heads, tiles
+    arrays = {
+        "x": (shape, DTYPES[launch.kernel.split("_")[2]], False),
+        "mean": ((batch, a.heads, a.head_dim), f32, False),
+        "given": (of_tiles, f32, False),
+        "values": (shape, DTYPES["fp8"], True),
+        "found": (of_tiles, f32, True),
+    }
+    return {name: array for name, array in arrays.items() if getattr(a, name)}
+
+
+# The arguments and the arrays of the kernels named zyfa_<family>_...
+FAMILIES: dict[str, tuple[type[Args], Callable[[Launch], Arrays]]] = {
+    "attention": (AttentionArgs, _attention_arrays),
+    "quantize": (QuantizeArgs, _quantize_arrays),
+}
+
+
+Run = Callable[[Launch], object]
+
+_LIBM = ctypes.CDLL("libm.so.6")
 
 _CALLBACK = ctypes.CFUNCTYPE(
     ctypes.c_int,
@@ -226,12 +246,25 @@ class StandIn:
             self.launches.append(launch)
             if self._run is None:
                 raise RuntimeError("a launch that no test asked for")
-            self._run(launch)
+            with _floats_as_numpy_expects():
+                self._run(launch)
         except BaseException as error:  # none may pass through C++
             traceback.print_exc()
             self.raised.append(error)
             return HIP_ERRORS["launch failure"]
         return 0
+
+
+@contextlib.contextmanager
+def _floats_as_numpy_expects() -> Iterator[None]:
+    """Subnormal numbers, which XLA's threads flush to zero."""
+    saved = ctypes.create_string_buffer(64)
+    _LIBM.fegetenv(saved)
+    _LIBM.fesetenv(ctypes.c_void_p(-1))  # FE_DFL_ENV
+    try:
+        yield
+    finally:
+        _LIBM.fesetenv(saved)
 
 
 class XlaSide:
@@ -321,14 +354,14 @@ def decoded(code: bytes) -> gfx950.CodeObject:
     return gfx950.CodeObject(code)
 
 
-def emulate(launch: Launch) -> None:
+def emulate(launch: Launch) -> gfx950.Report:
     """Runs the launch's machine code in the emulator, on the launched buffers."""
     memory = gfx950.Memory()
     # Inputs that are equal may be one array.
     distinct = {x.address: x for x in launch.buffers().values()}
     for buffer in distinct.values():
         memory.add(buffer.address, buffer.bytes(), buffer.writable, buffer.name)
-    gfx950.launch(
+    return gfx950.launch(
         decoded(launch.code).kernels[launch.kernel],
         grid=launch.grid,
         block=launch.block,
@@ -350,9 +383,7 @@ def model(launch: Launch) -> None:
             _model_head(args, arrays, b, h)
 
 
-def _model_head(
-    args: AttentionArgs, arrays: dict[str, np.ndarray], b: int, h: int
-) -> None:
+def _model_head(args: Args, arrays: dict[str, np.ndarray], b: int, h: int) -> None:
     kv = b // (args.batch // args.kv_batch), h // (args.heads // args.kv_heads)
     q = arrays["q"][b, :, h].astype(np.float64)
     k = arrays["k"][kv[0], :, kv[1]].astype(np.float64) * arrays["k_scale"][kv]

@@ -1,0 +1,47 @@
+// What a quantisation kernel for AMD GPUs is launched with: the one kernel
+// argument, passed by value, and the launch's geometry. Host and device alike.
+
+#ifndef ZYFA_ROCM_QUANTIZE_ARGS_H_
+#define ZYFA_ROCM_QUANTIZE_ARGS_H_
+
+#include <cstdint>
+
+namespace zyfa::rocm {
+
+constexpr int kQuantizeThreads = 512;  // of a workgroup
+constexpr int kQuantizeTokens = 128;   // of a workgroup: a tile of one head
+constexpr int kMaxQuantizeDim = 256;
+constexpr int kChunk = 8;  // elements that a lane has in a row, at least
+
+// A kernel rounds x, less the mean and rotated, to FP8 by given descales; or
+// finds the descale of each tile; or both.
+struct QuantizeArgs {
+  const void* x;         // (batch, tokens, heads, head_dim)
+  const float* mean;     // (batch, heads, head_dim); null: zeros
+  const float* given;    // (batch, heads, tiles), descales; null: the found
+  void* values;          // (batch, tokens, heads, head_dim); null: none
+  float* found;          // (batch, heads, tiles), descales; null: none
+  int32_t tokens;        // of a head
+  int32_t heads;         //
+  int32_t head_dim;      //
+  int32_t hadamard;      // size of the rotated blocks of a row
+  float zero_descale;    // what is found for a tile without magnitude
+  uint32_t row_inverse;  // RowInverse of a row's parts
+};
+static_assert(sizeof(QuantizeArgs) == 5 * 8 + 6 * 4);
+
+constexpr int64_t QuantizeTiles(int64_t tokens) {
+  return (tokens + kQuantizeTokens - 1) / kQuantizeTokens;
+}
+
+// i / parts is i * RowInverse(parts) >> kRowInverseShift for i up to
+// kQuantizeTokens * kMaxQuantizeDim / kChunk, and parts up to
+// kMaxQuantizeDim / kChunk.
+constexpr int kRowInverseShift = 19;
+constexpr uint32_t RowInverse(uint32_t parts) {
+  return ((1u << kRowInverseShift) + parts - 1) / parts;
+}
+
+}  // namespace zyfa::rocm
+
+#endif  // ZYFA_ROCM_QUANTIZE_ARGS_H_

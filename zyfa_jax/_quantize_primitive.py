@@ -1,0 +1,437 @@
+"""What rounds to FP8, as a primitive: in jnp, or by the kernels of a platform.
+
+A call has one operand or two, and two results:
+
+  x (B, S, H, D) bf16, f16 or f32; mean (B, H, D) float32, which is subtracted first
+  -> values (B, S, H, D) float8_e4m3fn, descale (B, H) or (B, H, ceil(S / block))
+
+The kernels take one pass over x where each of their tiles of 128 tokens of a head has
+its own descale. Else they take two: the first finds the descale of each tile, of which
+XLA takes the largest, and the second rounds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import ShapedArray
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from . import _compat, _ffi
+from ._primitive import _constrain, _dims, _is_partitioned
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+FP8 = jnp.float8_e4m3fn
+TILE = 128
+"""Tokens of a head that a workgroup of the kernels takes."""
+
+_FP8_MAX = 448.0
+_SMALLEST_NORMAL = float(jnp.finfo(jnp.float32).smallest_normal)
+_GUARD_ABOVE = 2.0**64
+_MAX_TOKENS = 2**31 - 2**16
+_MAX_TOKEN_BYTES = 2**24
+_MAX_TILES = 2**23
+
+quantize_p = Primitive("zyfa_quantize")
+quantize_p.multiple_results = True
+_compat.lower_with_devices(quantize_p)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounding:
+    """Everything static of one call.
+
+    Attributes:
+      granularity: what shares a descale, "head", "tensor" or "block".
+      block: tokens that share a descale; 0 if all of a head's tokens do.
+      rotate: whether the last axis is rotated.
+      tensors: how many arrays lie along the batch, each a tensor of its own.
+      implementation: the platform whose kernel is asked for; None leaves it to the
+        platform.
+    """
+
+    granularity: str
+    block: int
+    rotate: bool
+    tensors: int = 1
+    implementation: str | None = None
+
+
+@quantize_p.def_impl
+def _impl(*operands: Array, rounding: Rounding) -> Sequence[Array]:
+    return _jitted(*operands, rounding=rounding)
+
+
+@functools.partial(jax.jit, static_argnames="rounding")
+def _jitted(*operands: Array, rounding: Rounding) -> Sequence[Array]:
+    return quantize_p.bind(*operands, rounding=rounding)
+
+
+@quantize_p.def_abstract_eval
+def _shapes(
+    x: ShapedArray, *mean: ShapedArray, rounding: Rounding
+) -> tuple[ShapedArray, ShapedArray]:
+    del mean
+    batch, tokens, heads, _ = x.shape
+    mesh = x.sharding.mesh
+    b_axes, t_axes, h_axes, _ = _dims(x.sharding, 4)
+    shape, axes = [batch, heads], [b_axes, h_axes]
+    if rounding.block:
+        shape.append(-(-tokens // rounding.block))
+        axes.append(_even(mesh, t_axes, tokens, rounding.block) or None)
+    descale = x.update(
+        shape=tuple(shape),
+        dtype=np.dtype(np.float32),
+        sharding=NamedSharding(mesh, PartitionSpec(*axes)),
+    )
+    return x.update(dtype=np.dtype(FP8)), descale
+
+
+def _batch(
+    axis_data: Any,
+    operands: Sequence[Array],
+    dims: Sequence[int | None],
+    *,
+    rounding: Rounding,
+) -> tuple[Sequence[Array], tuple[int, int]]:
+    """Folds the mapped axis into the batch, whose front it becomes."""
+    size = axis_data.size
+
+    def fold(x: Array, dim: int | None) -> Array:
+        if dim is None:
+            x = jnp.broadcast_to(x[None], (size, *x.shape))
+        else:
+            x = jnp.moveaxis(x, dim, 0)
+        x = _constrain(x, 0, axis_data.spmd_name)
+        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+    folded = [fold(x, dim) for x, dim in zip(operands, dims, strict=True)]
+    rounding = dataclasses.replace(rounding, tensors=rounding.tensors * size)
+    unfolded = []
+    for y in quantize_p.bind(*folded, rounding=rounding):
+        y = y.reshape(size, y.shape[0] // size, *y.shape[1:])
+        unfolded.append(_constrain(y, 0, axis_data.spmd_name))
+    return unfolded, (0, 0)
+
+
+batching.fancy_primitive_batchers[quantize_p] = _batch
+
+
+def _lower(
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    rounding: Rounding,
+    platform: str | None,
+) -> Any:
+    avals: Any = ctx.avals_in
+    target = _custom_call(rounding, platform, avals[0])
+    context = ctx.module_context
+    split = _is_partitioned(context.axis_context)
+    if target is None or (split and context.lowering_parameters.for_export):
+        _ffi.logger.debug("quantize on %s: jnp, %s", platform, avals[0].shape)
+        fun = functools.partial(define, rounding=rounding)
+    else:
+        _ffi.logger.debug("quantize on %s: kernel, %s", platform, avals[0].shape)
+        tiles = functools.partial(_tiles, target=target, rotate=rounding.rotate)
+        if split:
+            mesh = jax.sharding.get_mesh()
+            tiles = functools.partial(_split_tiles, target, rounding, mesh)
+        fun = functools.partial(_by_kernel, tiles=tiles, rounding=rounding)
+    # Devices hold what they hold: what is traced here names no mesh.
+    plain = ctx.replace(
+        avals_in=[ShapedArray(x.shape, x.dtype) for x in avals],
+        avals_out=[ShapedArray(x.shape, x.dtype) for x in ctx.avals_out],
+    )
+    with _compat.without_mesh():
+        return mlir.lower_fun(fun, multiple_results=True)(plain, *operands)
+
+
+mlir.register_lowering(quantize_p, functools.partial(_lower, platform=None))
+for _platform in ("cpu", "rocm"):
+    mlir.register_lowering(
+        quantize_p, functools.partial(_lower, platform=_platform), _platform
+    )
+
+
+# ---- In jnp
+
+
+def define(x: Array, *mean: Array, rounding: Rounding) -> tuple[Array, Array]:
+    """(values, descale): what every implementation of a call computes."""
+    y, guard = prepare(x, *(m[:, None] for m in mean), rounding=rounding)
+    values, descale = _round(y, rounding)
+    return values, descale / guard.reshape(
+        *guard.shape[:1], guard.shape[2], *(1 for _ in descale.shape[2:])
+    )
+
+
+def prepare(x: Array, *mean: Array, rounding: Rounding) -> tuple[Array, Array]:
+    """(x less the mean, rotated, times a guard; the guard, (B, 1, H, 1)), in float32.
+
+    Means and rotated channels of numbers near float32's maximum would overflow. What
+    shares a descale shares the guard, a power of two.
+    """
+    y = x.astype(jnp.float32)
+    if not (mean or rounding.rotate) or x.dtype == jnp.float16:
+        guard = jnp.ones((x.shape[0], 1, x.shape[2], 1), jnp.float32)
+    else:
+        largest = lax.stop_gradient(_largest_of_heads(y, rounding))
+        guard = jnp.where(largest > _GUARD_ABOVE, np.float32(1 / _GUARD_ABOVE), 1)
+        y = y * guard
+    if mean:
+        y = y - mean[0] * guard
+    return (rotated(y) if rounding.rotate else y), guard
+
+
+def rotated(y: Array) -> Array:
+    """y times an orthonormal Hadamard matrix along the last axis."""
+    dim = y.shape[-1]
+    size = dim & -dim
+    index = jnp.arange(size)
+    odd = lax.population_count(index[:, None] & index) % 2
+    matrix = jnp.where(odd == 1, -1, 1).astype(jnp.float32) / np.float32(
+        math.sqrt(size)
+    )
+    blocks = y.reshape(*y.shape[:-1], dim // size, size)
+    return jnp.matmul(blocks, matrix, precision=lax.Precision.HIGHEST).reshape(y.shape)
+
+
+def mean_over_tokens(x: Array) -> Array:
+    """The mean of the finite numbers of each channel, (B, 1, H, D) in float32.
+
+    Numbers are made small enough, by a power of two, that their sum is finite.
+    """
+    tokens = x.shape[1]
+    bits = tokens.bit_length() if isinstance(tokens, int) else 32
+    small = np.float32(1 if x.dtype == jnp.float16 else 2.0**-bits)
+    y = x.astype(jnp.float32)
+    finite = jnp.isfinite(y)
+    count = jnp.maximum(finite.sum(axis=1, keepdims=True), 1)
+    total = jnp.where(finite, y * small, 0).sum(axis=1, keepdims=True)
+    return total / (count.astype(jnp.float32) * small)
+
+
+def _round(y: Array, rounding: Rounding) -> tuple[Array, Array]:
+    """(y / descale in float8_e4m3fn, descale)."""
+    tokens, block = y.shape[1], rounding.block
+    if not block:
+        per_token = _largest_of_heads(y, rounding)
+        largest = per_token[:, 0, :, 0]
+    else:
+        blocks = -(-tokens // block)
+        padded = jnp.pad(y, [(0, 0), (0, blocks * block - tokens), (0, 0), (0, 0)])
+        tiles = padded.reshape(y.shape[0], blocks, block, *y.shape[2:])
+        largest = _magnitude(tiles, axis=(2, 4))
+        per_token = jnp.repeat(largest, block, axis=1)[:, :tokens, :, None]
+        largest = jnp.swapaxes(largest, 1, 2)
+    scaled = y / _descale(per_token)
+    values = jnp.clip(scaled, -_FP8_MAX, _FP8_MAX).astype(FP8)
+    return values, _descale(largest)
+
+
+def _descale(largest: Array) -> Array:
+    # A product, as XLA makes of a division by a constant, but in some programs only.
+    # A descale below the normal range would be flushed to zero by some devices.
+    descale = jnp.maximum(largest * np.float32(1 / _FP8_MAX), _SMALLEST_NORMAL)
+    return jnp.where(largest == 0, 1.0, descale).astype(jnp.float32)
+
+
+def _magnitude(y: Array, axis: Any) -> Array:
+    """The largest finite magnitude, 0 if there is none."""
+    return jnp.max(jnp.abs(y), axis=axis, initial=0.0, where=jnp.isfinite(y))
+
+
+def _largest_of_heads(y: Array, rounding: Rounding) -> Array:
+    """The largest finite magnitude of each head, or of its tensor: (B, 1, H, 1)."""
+    largest = _magnitude(y, axis=(1, 3))
+    return _shared(largest, rounding)[:, None, :, None]
+
+
+def _shared(of_head: Array, rounding: Rounding) -> Array:
+    """The largest of a tensor where that is what shares a descale; (B, H)."""
+    if rounding.granularity != "tensor":
+        return of_head
+    batch, heads = of_head.shape
+    if rounding.tensors == 1:  # no reshape, so that a sharded batch stays so
+        tensors = of_head[None]
+    else:
+        rows = batch // max(rounding.tensors, 1)
+        tensors = of_head.reshape(rounding.tensors, rows, heads)
+    largest = jnp.max(tensors, axis=(1, 2), initial=0.0, keepdims=True)
+    return jnp.broadcast_to(largest, tensors.shape).reshape(of_head.shape)
+
+
+# ---- By the kernels
+
+
+def _custom_call(
+    rounding: Rounding, platform: str | None, x: ShapedArray
+) -> str | None:
+    """The name of the custom call to make of a call on x, or None.
+
+    For a platform that this process has no device of, lowering is for another
+    machine, and the custom call's handler is that machine's.
+    """
+    kernel = rounding.implementation or platform
+    target = _ffi.target(platform, kernel, _ffi.QUANTIZE_TARGET)
+    if not (platform and kernel and target) or not _takes(x.shape):
+        return None
+    if not _ffi.has_kernel(kernel) and _ffi.is_present(platform):
+        return None
+    return target
+
+
+def _takes(shape: tuple[Any, ...]) -> bool:
+    """The limits of csrc/ffi/rocm_quantize_handler.cc; unknown sizes are taken."""
+    batch, tokens, heads, dim = shape
+    if not isinstance(dim, int) or dim % 8 or not 8 <= dim <= 256:
+        return False
+    if isinstance(tokens, int) and tokens >= _MAX_TOKENS:
+        return False
+    if isinstance(heads, int) and heads * dim * 4 >= _MAX_TOKEN_BYTES:
+        return False
+    known = all(isinstance(x, int) for x in (batch, tokens, heads))
+    return not known or batch * heads * -(-tokens // TILE) < _MAX_TILES
+
+
+def _by_kernel(
+    x: Array, *mean: Array, tiles: Any, rounding: Rounding
+) -> tuple[Array, Array]:
+    if rounding.block == TILE:
+        return tiles("both", x, *mean)
+    (found,) = tiles("find", x, *mean)
+    count = found.shape[2]
+    if rounding.block:
+        per_block = rounding.block // TILE
+        blocks = -(-count // per_block)
+        padded = jnp.pad(found, [(0, 0), (0, 0), (0, blocks * per_block - count)])
+        largest = padded.reshape(*found.shape[:2], blocks, per_block).max(axis=3)
+        descale = jnp.where(largest == 0, 1, largest)
+        given = jnp.repeat(descale, per_block, axis=2)[..., :count]
+    else:
+        largest = _shared(jnp.max(found, axis=2, initial=0.0), rounding)
+        descale = jnp.where(largest == 0, 1, largest)
+        given = jnp.broadcast_to(descale[..., None], found.shape)
+    (values,) = tiles("round", x, given, *mean)
+    return values, descale
+
+
+def _tiles(
+    step: str, x: Array, *operands: Array, target: str, rotate: bool
+) -> Sequence[Array]:
+    """One launch: see csrc/ffi/rocm_quantize_handler.h."""
+    batch, tokens, heads, _ = x.shape
+    values = jax.ShapeDtypeStruct(x.shape, FP8)
+    found = jax.ShapeDtypeStruct((batch, heads, -(-tokens // TILE)), jnp.float32)
+    results = {"find": [found], "round": [values], "both": [values, found]}[step]
+    call = jax.ffi.ffi_call(target, results)
+    return call(x, *operands, step=step, rotate=np.bool_(rotate))
+
+
+def _split_tiles(
+    target: str, rounding: Rounding, set_mesh: Mesh, step: str, *operands: Array
+) -> Sequence[Array]:
+    """One launch on each device, for what is there of batch, tokens and heads."""
+    split = _partitioned(target, rounding.rotate, set_mesh, step)
+    # Nothing else in the program tells two of these apart for a compilation cache that
+    # leaves the callback's address out of its keys.
+    with set_xla_metadata(zyfa_quantize=f"{step}, rotate={rounding.rotate}"):
+        return split(*operands)
+
+
+@functools.cache
+def _partitioned(
+    target: str, rotate: bool, set_mesh: Mesh, step: str
+) -> custom_partitioning:
+    """`set_mesh` is the mesh of `jax.set_mesh`, for programs whose inputs name none."""
+
+    @custom_partitioning
+    def call(*operands: Array) -> tuple[Array, ...]:
+        return tuple(_tiles(step, *operands, target=target, rotate=rotate))
+
+    call.def_partition(
+        partition=functools.partial(_partition, target, rotate, set_mesh, step),
+        sharding_rule=functools.partial(_sharding_rule, step),
+        decode_shardings=False,
+    )
+    return call
+
+
+def _sharding_rule(
+    step: str, mesh: Mesh, operands: Any, results: Any
+) -> tuple[str, dict[str, int]]:
+    """Factors in einsum notation, for Shardy's propagation: tokens are (n t)."""
+    del mesh, results
+    x = operands[0]
+    whole = x.shape[1] % TILE == 0 and x.shape[1] > TILE
+    tokens = "(n t)" if whole else "s"
+    given = ["b h n"] * (step == "round")
+    mean = ["b h d"] * (len(operands) - 1 - len(given))
+    outs = [f"b {tokens} h d"] * (step != "find") + ["b h n"] * (step != "round")
+    rule = ", ".join([f"b {tokens} h d", *given, *mean]) + " -> " + ", ".join(outs)
+    return rule, {"t": TILE} if whole else {}
+
+
+def _partition(
+    target: str,
+    rotate: bool,
+    set_mesh: Mesh,
+    step: str,
+    mesh: Mesh,
+    operands: Sequence[Any],
+    results: Sequence[Any],
+) -> tuple[Mesh, Any, Any, Any]:
+    """What each device computes: its own batch rows, whole tiles of tokens, heads."""
+    x = operands[0]
+    if mesh.empty:
+        mesh = set_mesh
+    if mesh.empty:  # no mesh names the shardings: every device computes it all
+        mesh = Mesh(np.array(list(x.sharding.device_set)), ("devices",))
+    batch, tokens, heads, _ = _compat.mesh_axes(x.sharding, mesh, 4)
+    if results and step == "round":
+        wanted = _compat.mesh_axes(results[0].sharding, mesh, 4)
+        batch, tokens, heads = (
+            mine or other
+            for mine, other in zip((batch, tokens, heads), wanted[:3], strict=True)
+        )
+    batch = _even(mesh, batch, x.shape[0], 1)
+    tokens = _even(mesh, tokens, x.shape[1], TILE)
+    heads = _even(mesh, heads, x.shape[2], 1)
+
+    def place(*axes: Any) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    of_x = place(batch, tokens, heads, None)
+    of_tiles = place(batch, heads, tokens)
+    given = [of_tiles] * (step == "round")
+    mean = [place(batch, heads, None)] * (len(operands) - 1 - len(given))
+    outs = [of_x] * (step != "find") + [of_tiles] * (step != "round")
+
+    def shard(*operands: Array) -> tuple[Array, ...]:
+        with _compat.without_mesh():
+            return tuple(_tiles(step, *operands, target=target, rotate=rotate))
+
+    return mesh, shard, tuple(outs), (of_x, *given, *mean)
+
+
+def _even(mesh: Any, axes: Any, size: int, unit: int) -> tuple[str, ...]:
+    """The axes, or none where devices would get unequal shares or parts of a unit."""
+    names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
+    if not names:
+        return ()
+    parts = math.prod(mesh.shape[name] for name in names)
+    return names if parts > 1 and size % (parts * unit) == 0 else ()
