@@ -63,14 +63,17 @@ function(zyfa_add_code_object arch output)
   endforeach()
   file(CONFIGURE OUTPUT "${unit}.hip" CONTENT "${includes}" @ONLY)
   # No contraction: only the fused operations written down are fused, so that FP8 codes
-  # are those of every other kernel.
+  # are those of every other kernel. No packing of float32 arithmetic that is not
+  # written so: packed instructions wait for the matrix unit.
+  set(options -nogpulib -O3 -ffp-contract=off -fno-slp-vectorize
+              -mllvm -disable-vector-combine)
   add_custom_command(
     OUTPUT "${output}"
     COMMAND ${zyfa_rocm_clang} -x hip --offload-arch=${arch} --cuda-device-only
-            -nogpuinc -nogpulib -std=c++17 -O3 -ffp-contract=off -Wall -Wextra
+            -nogpuinc -std=c++17 ${options} -Wall -Wextra
             "-I${CMAKE_SOURCE_DIR}" -emit-llvm -c "${unit}.hip" -o "${unit}.bc"
-    COMMAND ${zyfa_rocm_clang} -target amdgcn-amd-amdhsa -mcpu=${arch} -nogpulib
-            -O3 -x ir -c "${unit}.bc" -o "${unit}.o"
+    COMMAND ${zyfa_rocm_clang} -target amdgcn-amd-amdhsa -mcpu=${arch} ${options}
+            -x ir -c "${unit}.bc" -o "${unit}.o"
     COMMAND ${zyfa_rocm_link} -shared "${unit}.o" -o "${output}"
     DEPENDS "${unit}.hip" ${kernels} ${headers}
     COMMENT "Compiling the kernels for ${arch}"

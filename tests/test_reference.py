@@ -178,7 +178,7 @@ def test_exp_free_error_within_its_bar(name):
     if name == "sink":
         assert max(error[x] for x in exp_free) < min(0.0015, error["unit"] / 4)
     else:
-        assert error["gfx950"] < 1.15 * error["exact row"]
+        assert error["gfx950"] < 1.2 * error["exact row"]
         assert error["quadratic"] < min(1.05 * error["exact row"], error["unit"])
         assert error["linear"] < 1.25 * error["exact row"]
     assert error["exact block"] < 1.001 * error["exact row"]
@@ -308,9 +308,14 @@ def blocks(draw, values=logits):
 def both(target, arguments, quadratic):
     """(the extension's results, the reference's) for one block."""
     acc, visible, factor, running_max = arguments
+    codes, shift, new_max, row_sum = reference.fp8_softmax_block(
+        acc, visible, factor, running_max, quadratic
+    )
+    # The kernels flush subnormal numbers.
+    new_max = np.where(np.abs(new_max) < np.finfo(np.float32).tiny, 0, new_max)
     return (
         _ext.fp8_softmax_block(target, acc, visible, factor, running_max, quadratic),
-        reference.fp8_softmax_block(acc, visible, factor, running_max, quadratic),
+        (codes, shift, new_max, row_sum),
     )
 
 

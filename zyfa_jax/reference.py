@@ -65,7 +65,7 @@ _LINEAR_LARGEST = np.float32(127 * 256 - 1) / _UNORM16
 _CHORD_BITS = np.float32(1024) / _UNORM16
 _CHORD_TOP = (np.float32(15 + _TOP) - np.float32(1.05756)) * _CHORD_BITS
 _CHORD_SECOND = np.float16(0.70710678)
-_GFX950_CHORD_KEYS = 64
+_GFX950_CHORD_KEYS = 32
 """Keys of a block, its first ones, whose codes gfx950's kernel makes by chords."""
 _CURVATURE = np.float32(0.3437)
 _E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -148,7 +148,7 @@ def fp8_attention(
     the logits in log2 and m the maximum of the key's block of 128:
       "linear", "quadratic": codes computed without an exponential, see
         `fp8_softmax_block`. The CPU kernel's, the latter by default.
-      "gfx950": the first half of a block's keys coded by two chords, the others
+      "gfx950": the first quarter of a block's keys coded by two chords, the others
         linearly. What the kernel for AMD's gfx950 does.
       "exact block": 2**(t - M + n + 8), n = floor(M - m), weighted by 2**-n.
       "exact row": 2**(t - M + 8), as Composable Kernel and FlashAttention-3 do.

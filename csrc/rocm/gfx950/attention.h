@@ -117,6 +117,9 @@ class Wave {
   static constexpr int kSteps = kHeadDim / Type::kDepth;
   static constexpr int kKeyBlocks = kKeys / kBlock;
   static constexpr int kOperandBytes = sizeof(Operand);
+  // The softmax phase is the longer one where products are few.
+  static constexpr bool kCopiesBesideProducts =
+      Type::kBytes == 1 && kHeadDim == 128;
   // Operands that LDS reads are ahead of products, as registers allow.
   static constexpr int kAhead = kOperandBytes * kSteps > 64 ? 2 : 3;
 
@@ -178,15 +181,16 @@ class Wave {
 
   template <bool kMasked>
   __attribute__((device, always_inline)) void Step(int tile) {
-    keys_.StartNext(slots_[3]);
-    values_.StartNext(ValuesAt(2));
+    if (!kCopiesBesideProducts) StartCopies();
     SoftmaxPhase<kMasked>(tile);
     ReadFirstKeys(slots_[1]);
-    WaitForCopies<Keys::kCopies + Values::kCopies>();
+    WaitForCopies<kCopiesBesideProducts ? 0
+                                        : Keys::kCopies + Values::kCopies>();
     Barrier();
 
     SetPriority<1>();
     MultiplyKeys(slots_[1]);
+    if (kCopiesBesideProducts) StartCopies();
     MultiplyValues(ValuesAt(0));
     ScheduleMatrixPhase();
     SetPriority<0>();
@@ -195,6 +199,11 @@ class Wave {
     const int free_slot = slots_[0];
     for (int i = 1; i < kSlots; ++i) slots_[i - 1] = slots_[i];
     slots_[kSlots - 1] = free_slot;
+  }
+
+  __attribute__((device, always_inline)) void StartCopies() {
+    keys_.StartNext(slots_[3]);
+    values_.StartNext(ValuesAt(2));
   }
 
   // LDS reads run a few operands ahead of the products that need them.
@@ -296,7 +305,10 @@ class Wave {
     }
     softmax_.Step(logits_, [this](float f) {
 #pragma unroll
-      for (int block = 0; block < kValueBlocks; ++block) out_[block] *= f;
+      for (int block = 0; block < kValueBlocks; ++block) {
+#pragma unroll
+        for (int r = 0; r < 16; ++r) out_[block][r] *= f;
+      }
     });
   }
 

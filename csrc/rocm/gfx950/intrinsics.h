@@ -119,8 +119,7 @@ ZYFA_DEVICE void CopyToLds(I32x4 buffer, int offset, int lds) {
       "s_nop 0\n\t"
       "buffer_load_dwordx4 %1, %2, 0 offen lds"
       :
-      : "s"(lds), "v"(offset), "s"(buffer)
-      : "memory");
+      : "s"(lds), "v"(offset), "s"(buffer));
 }
 
 // Waits until no more than the latest `kCount` copies (and other memory
@@ -182,6 +181,10 @@ ZYFA_DEVICE F32x2 BothHalves(float x) {
 ZYFA_DEVICE float Maximum(float a, float b) {
   return __builtin_elementwise_maximum(a, b);
 }
+ZYFA_DEVICE float Fma(float a, float b, float c) {
+  return __builtin_fmaf(a, b, c);
+}
+// One packed instruction, on the matrix unit's multipliers.
 ZYFA_DEVICE F32x2 Fma(F32x2 a, F32x2 b, F32x2 c) {
   return __builtin_elementwise_fma(a, b, c);
 }

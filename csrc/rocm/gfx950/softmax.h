@@ -1,5 +1,8 @@
 // Logits of one tile to probabilities, online. A lane has half of the keys of
 // one query; the other half's lane has the rest. Logits are in log2 units.
+//
+// No packed float32 arithmetic: it runs on the matrix unit's multipliers, and
+// would wait for the other group's products.
 
 #ifndef ZYFA_ROCM_GFX950_SOFTMAX_H_
 #define ZYFA_ROCM_GFX950_SOFTMAX_H_
@@ -48,7 +51,7 @@ struct Fp8Softmax {
   // Of a tile's four blocks of 32 keys, those whose probabilities are made by
   // two chords. The more, the smaller the error; all of them fill the vector
   // unit.
-  static constexpr int kChordBlocks = 2;
+  static constexpr int kChordBlocks = 1;
   static constexpr int kSumProducts = kSteps;
 
   I32x8 codes[kSteps];  // of the latest tile, in the order of the keys
@@ -118,9 +121,8 @@ struct Fp8Softmax {
     const float offset = Code::Offset(reference);
     F32x2 x[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      x[i] = Fma(F32x2{acc[2 * i], acc[2 * i + 1]}, F32x2{slope, slope},
-                 F32x2{offset, offset});
+    for (int i = 0; i < 16; ++i) {
+      x[i / 2][i % 2] = Fma(acc[i], slope, offset);
     }
     ScheduleAll(x);
     uint32_t bits[8];
@@ -190,7 +192,7 @@ struct ExactSoftmax {
   static constexpr int kSumProducts = 0;
 
   I32x4 probabilities[kSteps];
-  F32x2 sums = {};  // of this lane's keys
+  float sums[2] = {};  // of this lane's keys
   float factor;
   float max = kLowestMax;
 
@@ -204,19 +206,20 @@ struct ExactSoftmax {
     if (AnyLane(!(tile_max <= max + kSlack))) {
       const float new_max = Maximum(max, tile_max);
       const float f = Exp2(max - new_max);
-      sums *= f;
+      sums[0] *= f;
+      sums[1] *= f;
       rescale(f);
       max = new_max;
     }
-    const F32x2 factors = {factor, factor};
-    const F32x2 offsets = {-max, -max};
 #pragma unroll
     for (int i = 0; i < Type::kKeys / 4; ++i) {
       const F32x16& x = logits.blocks[i / 8];
-      const int r = i % 8 * 2;
-      const F32x2 t = Fma(F32x2{x[r], x[r + 1]}, factors, offsets);
-      const F32x2 p = {Exp2(t[0]), Exp2(t[1])};
-      sums += p;
+      F32x2 p;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        p[j] = Exp2(Fma(x[i % 8 * 2 + j], factor, -max));
+        sums[j] += p[j];
+      }
       probabilities[i / 4][i % 4] = Type::Pack(p);
     }
   }
