@@ -17,6 +17,8 @@ from rich.table import Table
 
 from zyfa_jax import _ffi
 
+from . import gfx950_speed
+
 if TYPE_CHECKING:
     from tools import gfx950
 
@@ -155,6 +157,7 @@ def run(args: argparse.Namespace) -> int:
         if name.startswith("zyfa_attention_") and "_f16_" not in name
     }
     console.print(_mixes({AITER: aiter_mix()} | mixes))
+    gfx950_speed.show(console, found)
     return 0
 
 
