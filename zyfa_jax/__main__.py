@@ -1,9 +1,13 @@
-"""A real prefill on this machine, checked and timed: `python -m zyfa_jax`."""
+"""A real prefill on this machine, checked and timed: `python -m zyfa_jax`.
+
+`python -m zyfa_jax check` checks every kernel of the device instead.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +19,7 @@ import numpy as np
 
 import zyfa_jax
 
-from . import reference
+from . import _check, reference
 from ._timing import interleaved_medians
 
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -48,7 +52,8 @@ class Check:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m zyfa_jax", description=__doc__)
+    summary = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m zyfa_jax", description=summary)
     commands = parser.add_subparsers(metavar="COMMAND")
     command = commands.add_parser(
         "prefill",
@@ -59,6 +64,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("--repeats", type=_positive, default=5)
     command.add_argument("--seed", type=int, default=0)
     command.set_defaults(run=prefill)
+    command = commands.add_parser(
+        "check",
+        help="every kernel of the device against float64",
+        description="Runs each kernel (dtype and head dims) in each situation and "
+        "compares with attention in float64. Exits with 1 if one misses its bars.",
+    )
+    command.add_argument("--tokens", type=_positive, default=700)
+    command.add_argument(
+        "--runs", type=_positive, default=3, help="of each call, whose bits must agree"
+    )
+    command.add_argument("--platform", choices=("cpu", "rocm", "cuda"))
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--json", metavar="FILE", help="where to write a report")
+    command.set_defaults(run=check)
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv or ["prefill"])
     return args.run(args)
@@ -98,6 +117,66 @@ def prefill(args: argparse.Namespace) -> int:
     for name, seconds in medians.items():
         print(f"  {name:<34} {seconds * 1e3:9.2f} ms  {slowest / seconds:6.2f} x")
     return 0 if all(check.held for check in checks) else 1
+
+
+def check(args: argparse.Namespace) -> int:
+    """Checks every kernel; returns the exit code."""
+    backend = _best_backend()
+    if args.platform is not None:
+        [backend] = (x for x in zyfa_jax.backends() if x.platform == args.platform)
+        if not backend.present:
+            print(f"JAX has no {args.platform} device here")
+            return 1
+    [device, *_] = jax.devices(backend.platform)
+    for name, value in _check.environment(device).items():
+        print(f"{name}: {value}")
+    print(f"zyfa_jax: {zyfa_jax.__version__}; {backend.platform}: {backend.detail}")
+    print(f"{args.tokens} tokens, {args.runs} runs")
+    print(
+        "norm: norm(out - exact) / norm(exact); "
+        "largest: of one output, relative to the mean of the values' magnitudes"
+    )
+    if backend.platform != "cpu":
+        print("for quantize: of values against the CPU's; of descales, relatively")
+    results = []
+    kernel = None
+    for result in _check.run(
+        backend, tokens=args.tokens, runs=args.runs, seed=args.seed
+    ):
+        if kernel != (kernel := result.kernel):
+            print(
+                f"{kernel:<32}"
+                f"{'norm':>8}{'bar':>9}{'largest':>10}{'bar':>9}{'lse':>10}{'bar':>9}"
+            )
+        print(_row(result), flush=True)
+        results.append(result)
+    failed = [result for result in results if result.missed]
+    if args.json:
+        options = {"tokens": args.tokens, "runs": args.runs, "seed": args.seed}
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(_check.report(backend, results, **options), file, indent=1)
+    print(
+        f"{len(failed)} of {len(results)} FAILED"
+        if failed
+        else f"all {len(results)} within their bars"
+    )
+    return 1 if failed else 0
+
+
+def _row(result: _check.Result) -> str:
+    row = f"  {result.situation:<29}"
+    if not result.trouble:
+        for x, width in (
+            (result.error, 9),
+            (result.error_bar, 9),
+            (result.largest, 10),
+            (result.largest_bar, 9),
+            (result.lse, 10),
+            (result.lse_bar, 9),
+        ):
+            row += f"{'-' if x is None else f'{x:.2g}':>{width}}"
+    missed = ", ".join(result.missed)
+    return f"{row}  {f'FAILED: {missed}' if missed else 'ok'}"
 
 
 def _jax_nn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

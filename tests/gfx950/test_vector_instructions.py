@@ -376,3 +376,29 @@ s_nop 0"""
     result = np.zeros((3, 64), np.uint32)
     run(kernel, rows, result)
     assert np.array_equal(result, [rows[0], np.full(64, 7), rows[0]])
+
+
+def test_bytes_and_halves_with_scalars():
+    text = """s_mov_b32 s20, 0x30201ff
+v_and_b32_sdwa v40, s20, v10 dst_sel:DWORD src0_sel:WORD_1 src1_sel:DWORD
+v_add_u32_sdwa v41, v10, s20 dst_sel:DWORD src0_sel:BYTE_2 src1_sel:BYTE_0
+s_mov_b64 s[22:23], -1
+v_cmp_lt_u16_sdwa s[22:23], v10, v11 src0_sel:BYTE_1 src1_sel:WORD_1
+v_cndmask_b32_e64 v42, 0, 1, s[22:23]
+s_mov_b64 vcc, -1
+v_cmp_eq_u32_sdwa vcc, v10, v11 src0_sel:BYTE_0 src1_sel:BYTE_0
+v_cndmask_b32_e64 v43, 0, 1, vcc
+v_bitop3_b16 v44, v10, v11, v12 bitop3:0xca
+v_bitop3_b16 v45, v10, v11, v12 bitop3:0x96 op_sel:[1,0,1,0]"""
+    kernel = build({"k": lane_body(text, 3, 6)})["k"]
+    rng = np.random.default_rng(8)
+    rows = rng.integers(0, 1 << 32, (3, 64), dtype=np.uint64).astype(np.uint32)
+    rows[1, ::2] = rows[1, ::2] & ~np.uint32(255) | rows[0, ::2] & 255
+    a, b, c = rows
+    got = run_lanes(kernel, rows, 6)
+    assert np.array_equal(got[0], a & 0x302)
+    assert np.array_equal(got[1], (a >> 16 & 255) + 255)
+    assert np.array_equal(got[2], (a >> 8 & 255) < b >> 16)
+    assert np.array_equal(got[3], a & 255 == b & 255)
+    assert np.array_equal(got[4], (a & b | ~a & c) & 0xFFFF)
+    assert np.array_equal(got[5], (a >> 16 ^ b ^ c >> 16) & 0xFFFF)

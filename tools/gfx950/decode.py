@@ -241,11 +241,16 @@ def _instruction(decoded: Any, address: int) -> Instruction:
     for prefix in ("encoding", "op", "seg", "x2encoding"):
         values.pop(prefix, None)
     accumulators = _accumulation_fields(encoding, values, table)
+    # The sources of SDWA that are scalars.
+    scalars = values.pop("s0", 0), values.pop("s1", 0)
     operands: dict[str, Operand] = {}
     for name in [n for n in values if _is_operand(n, values, table)]:
         raw = values.pop(name)
         if raw in (0xF9, 0xFA) and name == "src0" and "vsrc0" in values:
-            raw, name_in_table = values.pop("vsrc0") + 256, "src0"
+            raw, name_in_table = values.pop("vsrc0"), "src0"
+            raw += 0 if scalars[0] else 256
+        elif name == "vsrc1" and scalars[1]:
+            name_in_table = name
         else:
             name_in_table = name
             raw = _unified(raw, fields[name][1])

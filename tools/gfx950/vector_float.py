@@ -320,13 +320,14 @@ def _comparison(name: str, function: Any, first: str, second: str) -> None:
         sources = Sources(access)
         if sources.dpp:
             raise UnknownInstruction("a comparison with DPP")
+        targets = instruction.destinations or (Operand("s", VCC, 64),)
         if sources.sdwa:
-            access.modifier("sd")
+            index = targets[0].index if access.modifier("sd") else VCC
+            targets = (Operand("s", index, 64),)
         a = sources.reader(instruction.sources[0], first, 0)
         b = sources.reader(instruction.sources[1], second, 1)
         if access.modifier("clmp"):
             raise UnknownInstruction("a comparison that signals")
-        targets = instruction.destinations or (Operand("s", VCC, 64),)
         write = access.scalar_writer(targets[0])
         write_exec = access.scalar_writer(Operand("s", EXEC, 64))
         if not writes_exec:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .decode import VCC, Instruction, Operand
-from .operands import Access, Array
+from .operands import DTYPES, Access, Array
 from .registry import Step, opcode
 from .state import Group, lane_bits, lane_mask
 from .vector import Sources, vector
@@ -261,7 +261,7 @@ vector("v_ashr_pk_u8_i32", out="u16", ins="i32 i32 i32", keep=True)(_ashr_pk(0, 
 vector("v_ashr_pk_i8_i32", out="u16", ins="i32 i32 i32", keep=True)(_ashr_pk(-128, 127))
 
 
-@opcode("v_bitop3_b32")
+@opcode("v_bitop3_b32", "v_bitop3_b16")
 def _bitop3(machine: Machine, instruction: Instruction) -> Step:
     access = Access(machine, instruction)
     table = (
@@ -269,12 +269,18 @@ def _bitop3(machine: Machine, instruction: Instruction) -> Step:
         | (access.modifier("abs") << 3)
         | access.modifier("neg")
     )
-    a, b, c = (access.reader(o, "b32") for o in instruction.sources)
-    write = access.writer(instruction.destinations[0], "b32")
+    kind = "b16" if instruction.name.endswith("b16") else "b32"
+    none = DTYPES[kind](0)
+    sources = Sources(access)
+    a, b, c = (sources.reader(o, kind, i) for i, o in enumerate(instruction.sources))
+    half = sources.result_half
+    write = access.writer(
+        instruction.destinations[0], kind, half or 0, keep=half is not None
+    )
 
     def run(g: Group) -> None:
         x, y, z = a(g), b(g), c(g)
-        result: Any = U32(0)
+        result: Any = none
         for term in range(8):
             if table >> term & 1:
                 product = x if term & 4 else ~x

@@ -1,0 +1,452 @@
+"""Speed of prefill on a GPU beside jax.nn and what is installed of AITER and torch.
+
+Standard normal inputs, calls one after another, the implementations taking turns;
+medians. As many batch rows as make 32768 tokens, so that dispatch hides behind work.
+TFLOP/s count half of the score square where causal. FP8 inputs have one descale for a
+tensor, the same for every implementation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import zyfa_jax
+from zyfa_jax import _check, reference
+from zyfa_jax._timing import interleaved_medians
+
+FORMAT = 1
+"""Of the report: goes up where a reader of it would have to change."""
+
+TOKENS = (2048, 4096, 8192, 16384, 32768)
+HEAD_DIMS = ((128, 128), (192, 128))
+DTYPES = ("float8_e4m3fn", "bfloat16")
+TOKENS_AT_ONCE = 32768
+# Dense TFLOP/s of an MI355X by its data sheet.
+PEAKS = {"float8_e4m3fn": 5033.0, "bfloat16": 2516.0}
+# jax.nn holds all logits of a head in float32.
+MOST_LOGIT_BYTES = 32 << 30
+LEAST_SECONDS = 0.02
+"""Calls are repeated to take that long together."""
+CHECKED_QUERIES = 64
+"""The last ones of the first row and head: float64 is slow."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One shape.
+
+    Attributes:
+      dtype: of q, k and v.
+      head_dims: of queries and keys, and of values.
+      causal: whether a query sees no later key.
+      tokens: of a batch row.
+      batch: rows.
+      heads: query heads and key/value heads.
+    """
+
+    dtype: str
+    head_dims: tuple[int, int]
+    causal: bool
+    tokens: int
+    batch: int
+    heads: tuple[int, int]
+
+    @property
+    def flops(self) -> float:
+        scores = self.batch * self.heads[0] * self.tokens**2
+        return 2.0 * sum(self.head_dims) * scores / (2 if self.causal else 1)
+
+    @property
+    def logit_bytes(self) -> int:
+        return 4 * self.batch * self.heads[0] * self.tokens**2
+
+    def inputs(self) -> tuple[np.ndarray, ...]:
+        rng = np.random.default_rng(0)
+        heads, kv_heads = self.heads
+        return tuple(
+            rng.standard_normal((self.batch, self.tokens, h, d), dtype=np.float32)
+            for h, d in (
+                (heads, self.head_dims[0]),
+                (kv_heads, self.head_dims[0]),
+                (kv_heads, self.head_dims[1]),
+            )
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One implementation on one shape; `trouble` says why there are no numbers."""
+
+    case: Case
+    implementation: str
+    seconds: float | None = None
+    error: float | None = None
+    trouble: str = ""
+
+    @property
+    def tflops(self) -> float | None:
+        return None if self.seconds is None else self.case.flops / self.seconds / 1e12
+
+    def as_json(self) -> dict[str, Any]:
+        tflops = self.tflops
+        share = None if tflops is None else tflops / PEAKS[self.case.dtype]
+        return {
+            **dataclasses.asdict(self.case),
+            "implementation": self.implementation,
+            "seconds": self.seconds,
+            "tflops": tflops,
+            "share_of_peak": share,
+            "error": self.error,
+            "trouble": self.trouble,
+        }
+
+
+Call = Callable[[], Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument(
+        "--heads",
+        type=int,
+        nargs=2,
+        default=(32, 8),
+        metavar=("QUERY", "KEY_VALUE"),
+        help="32 and 8 by default",
+    )
+    parser.add_argument(
+        "--masks", nargs="+", choices=("causal", "full"), default=("causal", "full")
+    )
+    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where a report goes")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="160 tokens of two heads, one repeat: only shows it runs",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    [device, *_] = jax.devices()
+    environment = _check.environment(device)
+    for name, value in environment.items():
+        console.print(f"{name}: {value}", highlight=False)
+    [backend] = (x for x in zyfa_jax.backends() if x.platform == _platform_of(device))
+    console.print(f"zyfa_jax {zyfa_jax.__version__}: {backend.detail}", highlight=False)
+    results: list[Result] = []
+    for dtype, head_dims, causal in _kinds(args):
+        of_kind = []
+        for case in _cases(args, dtype, head_dims, causal):
+            of_kind += measure(case, 1 if args.quick else args.repeats, args.quick)
+        console.print(_table(of_kind, backend.targets))
+        results += of_kind
+    if args.json is not None:
+        report = {
+            "format": FORMAT,
+            "command": "benchmarks rocm",
+            **environment,
+            "zyfa_jax": zyfa_jax.__version__,
+            "backend": dataclasses.asdict(backend),
+            "peaks": PEAKS,
+            "results": [result.as_json() for result in results],
+        }
+        args.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    failed = [x for x in results if x.implementation == "zyfa_jax" and x.trouble]
+    return 1 if failed else 0
+
+
+def measure(case: Case, repeats: int, quick: bool = False) -> list[Result]:
+    """Every implementation on one shape."""
+    arrays = case.inputs()
+    given = _given(case, arrays)
+    exact = _exact(case, given)
+    calls: dict[str, Call] = {}
+    errors: dict[str, float] = {}
+    troubles: dict[str, str] = {}
+    for name, make in IMPLEMENTATIONS.items():
+        try:
+            call = make(case, given)
+            errors[name] = _error(case, call(), exact)
+            calls[name] = call if quick else _repeated(call)
+        except ImportError:
+            continue
+        except Exception as error:  # of whatever kind another package raises
+            text = str(error).strip() or type(error).__name__
+            troubles[name] = text.splitlines()[0]
+    inner = {name: getattr(call, "times", 1) for name, call in calls.items()}
+    seconds = interleaved_medians(calls, repeats)
+    return [
+        Result(case, name, seconds[name] / inner[name], errors[name])
+        if name in seconds
+        else Result(case, name, trouble=troubles[name])
+        for name in IMPLEMENTATIONS
+        if name in seconds or name in troubles
+    ]
+
+
+class _Repeated:
+    """A call that is made several times over, the last result standing for all."""
+
+    def __init__(self, call: Call, times: int) -> None:
+        self.call = call
+        self.times = times
+
+    def __call__(self) -> Any:
+        for _ in range(self.times - 1):
+            self.call()
+        return self.call()
+
+
+def _repeated(call: Call) -> _Repeated:
+    jax.block_until_ready(call())
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    once = max(time.perf_counter() - start, 1e-6)
+    return _Repeated(call, min(max(int(LEAST_SECONDS / once), 1), 100))
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """The inputs as every implementation gets them.
+
+    Attributes:
+      arrays: q, k and v, in bfloat16 or as FP8 numbers.
+      descales: of each tensor; 1 for bfloat16.
+    """
+
+    arrays: tuple[np.ndarray, ...]
+    descales: tuple[float, ...]
+
+
+def _given(case: Case, arrays: tuple[np.ndarray, ...]) -> Given:
+    if case.dtype == "bfloat16":
+        return Given(tuple(x.astype(ml_dtypes.bfloat16) for x in arrays), (1.0,) * 3)
+    dtype = np.dtype(ml_dtypes.float8_e4m3fn)
+    largest = float(ml_dtypes.finfo(dtype).max)
+    descales = tuple(float(np.float32(np.abs(x).max() / largest)) for x in arrays)
+    return Given(
+        tuple((x / d).astype(dtype) for x, d in zip(arrays, descales, strict=True)),
+        descales,
+    )
+
+
+def _exact(case: Case, given: Given) -> np.ndarray:
+    """Attention of the checked queries in float64."""
+    q, k, v = given.arrays
+    out, _ = reference.attention(
+        q[:1, -CHECKED_QUERIES:, :1],
+        k[:1, :, :1],
+        v[:1, :, :1],
+        causal=case.causal,
+        **_descales(case, given),
+    )
+    return out
+
+
+def _error(case: Case, out: Any, exact: np.ndarray) -> float:
+    checked = out[:1, -CHECKED_QUERIES:, :1]
+    if isinstance(checked, jax.Array):
+        checked = np.asarray(checked)
+    else:  # a tensor of torch's
+        checked = checked.float().cpu().numpy()
+    difference = checked.astype(np.float64) - exact
+    return float(np.linalg.norm(difference) / np.linalg.norm(exact))
+
+
+def _descales(case: Case, given: Given) -> dict[str, Any]:
+    if case.dtype == "bfloat16":
+        return {}
+    return {f"{n}_descale": d for n, d in zip("qkv", given.descales, strict=True)}
+
+
+def _zyfa(case: Case, given: Given) -> Call:
+    attention = jax.jit(
+        functools.partial(
+            zyfa_jax.attention, causal=case.causal, **_descales(case, given)
+        )
+    )
+    return functools.partial(attention, *map(jnp.asarray, given.arrays))
+
+
+def _jax_nn(case: Case, given: Given) -> Call:
+    if case.dtype != "bfloat16":
+        raise ImportError("jax.nn has no FP8 attention")
+    if case.head_dims[0] != case.head_dims[1]:
+        raise ValueError("jax.nn takes values of the keys' head dim")
+    if case.logit_bytes > MOST_LOGIT_BYTES:
+        raise ValueError(f"jax.nn would hold {case.logit_bytes / 2**30:.0f} GiB")
+
+    @jax.jit
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        with jax.numpy_dtype_promotion("standard"):  # it promotes implicitly
+            return jax.nn.dot_product_attention(
+                q, k, v, is_causal=case.causal, implementation="xla"
+            )
+
+    return functools.partial(attention, *map(jnp.asarray, given.arrays))
+
+
+def _jax_aiter(case: Case, given: Given) -> Call:
+    if case.dtype != "bfloat16":
+        raise ImportError("taken in bfloat16 alone")
+    mha: Any = importlib.import_module("jax_aiter.mha")
+
+    @jax.jit
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        out = mha.flash_attn_func(q, k, v, causal=case.causal)
+        return out[0] if isinstance(out, tuple | list) else out
+
+    return functools.partial(attention, *map(jnp.asarray, given.arrays))
+
+
+def _torch(case: Case, given: Given) -> Call:
+    if case.dtype != "bfloat16":
+        raise ImportError("torch has no FP8 attention")
+    torch: Any = importlib.import_module("torch")
+    q, k, v = (x.transpose(1, 2).contiguous() for x in _tensors(torch, given))
+
+    def attention() -> Any:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=case.causal, enable_gqa=True
+        )
+        return _Tensor(torch, out.transpose(1, 2))
+
+    return attention
+
+
+def _aiter(case: Case, given: Given) -> Call:
+    torch: Any = importlib.import_module("torch")
+    aiter: Any = importlib.import_module("aiter")
+    tensors = _tensors(torch, given)
+    if case.dtype == "bfloat16":
+        flash = functools.partial(aiter.flash_attn_func, *tensors)
+    else:
+        descales = (
+            torch.tensor([x], dtype=torch.float32, device=_device(torch))
+            for x in given.descales
+        )
+        flash = functools.partial(
+            aiter.flash_attn_fp8_pertensor_func, *tensors, *descales
+        )
+
+    def attention() -> Any:
+        out = flash(causal=case.causal)
+        return _Tensor(torch, out[0] if isinstance(out, tuple | list) else out)
+
+    return attention
+
+
+class _Tensor:
+    """A tensor of torch's that waits as JAX's arrays do."""
+
+    def __init__(self, torch: Any, tensor: Any) -> None:
+        self._torch = torch
+        self._tensor = tensor
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._tensor[index]
+
+    def block_until_ready(self) -> _Tensor:
+        if self._tensor.is_cuda:
+            self._torch.cuda.synchronize()
+        return self
+
+
+def _device(torch: Any) -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _tensors(torch: Any, given: Given) -> list[Any]:
+    tensors = []
+    for x in given.arrays:
+        bits = np.dtype(f"i{x.dtype.itemsize}")
+        kind = torch.bfloat16 if x.dtype.itemsize == 2 else torch.float8_e4m3fn
+        tensors.append(torch.from_numpy(x.view(bits)).view(kind).to(_device(torch)))
+    return tensors
+
+
+IMPLEMENTATIONS: dict[str, Callable[[Case, Given], Call]] = {
+    "zyfa_jax": _zyfa,
+    "jax.nn": _jax_nn,
+    "jax-aiter": _jax_aiter,
+    "aiter": _aiter,
+    "torch": _torch,
+}
+"""Each gives a call, or raises ImportError where there is no such thing here."""
+
+
+def _platform_of(device: Any) -> str:
+    """ "rocm", "cuda" or "cpu"; JAX calls the first two "gpu"."""
+    version = device.client.platform_version
+    return next((x for x in ("rocm", "cuda") if version.startswith(x)), "cpu")
+
+
+def _kinds(
+    args: argparse.Namespace,
+) -> Iterator[tuple[str, tuple[int, int], bool]]:
+    for dtype in DTYPES:
+        for head_dims in HEAD_DIMS:
+            for mask in ("causal",) if args.quick else args.masks:
+                yield dtype, head_dims, mask == "causal"
+
+
+def _cases(
+    args: argparse.Namespace, dtype: str, head_dims: tuple[int, int], causal: bool
+) -> Iterator[Case]:
+    if args.quick:
+        yield Case(dtype, head_dims, causal, 160, 1, (2, 1))
+        return
+    heads = tuple(args.heads)
+    for tokens in args.tokens:
+        batch = max(1, TOKENS_AT_ONCE // tokens)
+        yield Case(dtype, head_dims, causal, tokens, batch, heads)
+
+
+def _table(results: list[Result], targets: tuple[str, ...]) -> Table:
+    case = results[0].case
+    heads, kv_heads = case.heads
+    table = Table(
+        title=f"{case.dtype} {case.head_dims[0]}/{case.head_dims[1]}, "
+        f"{'causal' if case.causal else 'no mask'}, {heads} query and {kv_heads} "
+        "key/value heads",
+        title_justify="left",
+    )
+    for column in ("tokens", "batch", "implementation"):
+        table.add_column(column)
+    for column in ("ms", "TFLOP/s", "of peak", "error"):
+        table.add_column(column, justify="right")
+    for result in results:
+        case = result.case
+        row = [str(case.tokens), str(case.batch), result.implementation]
+        if result.seconds is None or result.tflops is None:
+            table.add_row(*row, result.trouble)
+            continue
+        share = (
+            f"{result.tflops / PEAKS[case.dtype]:.0%}" if "gfx950" in targets else ""
+        )
+        table.add_row(
+            *row,
+            f"{result.seconds * 1e3:.3f}",
+            f"{result.tflops:.3g}",
+            share,
+            f"{result.error:.4f}",
+        )
+    return table

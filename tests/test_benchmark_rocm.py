@@ -1,0 +1,184 @@
+"""`python -m benchmarks rocm`, on the CPU and with stand-ins for other packages."""
+
+import json
+import sys
+import types
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import zyfa_jax
+from benchmarks import rocm
+from benchmarks.__main__ import main
+
+QUICK = ["rocm", "--quick"]
+
+
+class Tensor:
+    """What the benchmark asks of a tensor of torch's."""
+
+    is_cuda = True
+
+    def __init__(self, array):
+        self.array = array
+
+    def view(self, dtype):
+        return Tensor(self.array.view(dtype))
+
+    def to(self, device):
+        assert device == "cuda"
+        return self
+
+    def transpose(self, a, b):
+        return Tensor(self.array.swapaxes(a, b))
+
+    def contiguous(self):
+        return Tensor(np.ascontiguousarray(self.array))
+
+    def float(self):
+        return Tensor(self.array.astype(np.float32))
+
+    def cpu(self):
+        return self
+
+    def numpy(self):
+        return self.array
+
+    def __getitem__(self, index):
+        return Tensor(self.array[index])
+
+
+def attend(q, k, v, causal, descales=({}, {}, {})):
+    names = ("q_descale", "k_descale", "v_descale")
+    given = {n: x.array[0] for n, x in zip(names, descales, strict=True) if x}
+    out = zyfa_jax.attention(q.array, k.array, v.array, causal=causal, **given)
+    return Tensor(np.asarray(out))
+
+
+@pytest.fixture
+def others(monkeypatch):
+    """torch, aiter and jax_aiter; yields how often torch was waited for."""
+    waits = []
+
+    def sdpa(q, k, v, *, is_causal, enable_gqa):
+        assert enable_gqa
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return attend(q, k, v, is_causal).transpose(1, 2)
+
+    def fp8(q, k, v, *descales, causal):
+        return attend(q, k, v, causal, descales)
+
+    torch = types.SimpleNamespace(
+        bfloat16=ml_dtypes.bfloat16,
+        float8_e4m3fn=ml_dtypes.float8_e4m3fn,
+        float32=np.float32,
+        from_numpy=Tensor,
+        tensor=lambda x, dtype, device: Tensor(np.array(x, dtype)),
+        cuda=types.SimpleNamespace(
+            is_available=lambda: True, synchronize=lambda: waits.append(1)
+        ),
+        nn=types.SimpleNamespace(
+            functional=types.SimpleNamespace(scaled_dot_product_attention=sdpa)
+        ),
+    )
+    aiter = types.SimpleNamespace(
+        flash_attn_func=lambda q, k, v, *, causal: (attend(q, k, v, causal), None),
+        flash_attn_fp8_pertensor_func=fp8,
+    )
+    mha = types.SimpleNamespace(
+        flash_attn_func=lambda q, k, v, *, causal: zyfa_jax.attention(
+            q, k, v, causal=causal
+        )
+    )
+    for name, module in (
+        ("torch", torch),
+        ("aiter", aiter),
+        ("jax_aiter", types.SimpleNamespace(mha=mha)),
+        ("jax_aiter.mha", mha),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)
+    return waits
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    for name in ("torch", "aiter", "jax_aiter", "jax_aiter.mha"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+def test_reports_every_kind(alone, tmp_path, capsys):
+    file = tmp_path / "report.json"
+    assert main([*QUICK, "--json", str(file)]) == 0
+    printed = capsys.readouterr().out
+    for text in ("float8_e4m3fn 192/128, causal", "bfloat16 128/128", "zyfa_jax"):
+        assert text in printed
+    report = json.loads(file.read_text())
+    assert report["command"] == "benchmarks rocm"
+    ours = [x for x in report["results"] if x["implementation"] == "zyfa_jax"]
+    assert len(ours) == 4
+    for result in ours:
+        assert result["seconds"] > 0
+        flops = 2 * 2 * 160**2 * sum(result["head_dims"]) / 2
+        assert result["tflops"] == pytest.approx(flops / result["seconds"] / 1e12)
+        assert 0 < result["error"] < (0.03 if "float8" in result["dtype"] else 0.005)
+    named = {x["implementation"] for x in report["results"]}
+    assert named == {"zyfa_jax", "jax.nn"}
+
+
+def test_takes_what_else_is_installed(others, tmp_path):
+    file = tmp_path / "report.json"
+    assert main([*QUICK, "--json", str(file)]) == 0
+    results = json.loads(file.read_text())["results"]
+    assert {x["implementation"] for x in results if x["trouble"]} == {"jax.nn"}
+    errors = {}
+    for x in results:
+        errors.setdefault((x["dtype"], *x["head_dims"]), {})[x["implementation"]] = x[
+            "error"
+        ]
+    assert set(errors["bfloat16", 192, 128]) == set(rocm.IMPLEMENTATIONS)
+    assert set(errors["float8_e4m3fn", 128, 128]) == {"zyfa_jax", "aiter"}
+    for kind in errors.values():
+        known = [x for x in kind.values() if x is not None]
+        assert max(known) < 1.6 * min(known)
+    assert others  # torch's results were waited for
+
+
+def test_calls_are_repeated_and_divided(alone, monkeypatch):
+    monkeypatch.setattr(rocm, "LEAST_SECONDS", 1.0)
+    case = rocm.Case("bfloat16", (128, 128), False, 64, 2, (2, 1))
+    ours, jax_nn = rocm.measure(case, repeats=1)
+    assert ours.seconds is not None
+    assert jax_nn.seconds is not None
+    assert ours.seconds < 0.1
+    assert case.flops == 2 * 2 * 2 * 64**2 * 256
+
+
+def test_troubles_are_told(alone, monkeypatch, capsys):
+    monkeypatch.setattr(rocm, "MOST_LOGIT_BYTES", 1)
+    attention = zyfa_jax.attention
+
+    def wrong(*x, **options):
+        if x[0].shape[-1] == 192:
+            raise RuntimeError("no such kernel")
+        return attention(*x, **options)
+
+    monkeypatch.setattr(zyfa_jax, "attention", wrong)
+    assert main(QUICK) == 1
+    printed = capsys.readouterr().out
+    assert "no such kernel" in printed
+    assert "jax.nn would hold 0 GiB" in printed
+
+
+def test_an_error_shows_in_the_report(alone, monkeypatch):
+    attention = zyfa_jax.attention
+    monkeypatch.setattr(
+        zyfa_jax,
+        "attention",
+        lambda *x, **o: attention(*x, **o) * jnp.asarray(2, jnp.bfloat16),
+    )
+    case = rocm.Case("bfloat16", (128, 128), True, 96, 1, (2, 1))
+    ours, *_ = rocm.measure(case, repeats=1, quick=True)
+    assert ours.error is not None
+    assert ours.error > 0.9
