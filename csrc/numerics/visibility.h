@@ -36,16 +36,25 @@ static constexpr int64_t Clamp(int64_t x, int64_t low, int64_t high) {
   return x < low ? low : x > high ? high : x;
 }
 
+// The keys that any of the queries [first, last] sees. Both bounds grow with
+// the query, and what neighbours see overlaps or adjoins.
+static constexpr KeyRange VisibleKeys(Window window, Extent extent,
+                                      int64_t first, int64_t last) {
+  if (first >= extent.q_length) return {0, 0};
+  const int64_t low = first + extent.q_offset;
+  const int64_t high =
+      (last < extent.q_length ? last : extent.q_length - 1) + extent.q_offset;
+  const int64_t begin =
+      window.left < 0 ? 0 : Clamp(low - window.left, 0, extent.kv_length);
+  const int64_t end = window.right < 0
+                          ? extent.kv_length
+                          : Clamp(high + window.right + 1, 0, extent.kv_length);
+  return begin < end ? KeyRange{begin, end} : KeyRange{0, 0};
+}
+
 static constexpr KeyRange VisibleKeys(Window window, Extent extent,
                                       int64_t query) {
-  if (query >= extent.q_length) return {0, 0};
-  const int64_t position = query + extent.q_offset;
-  const int64_t begin =
-      window.left < 0 ? 0 : Clamp(position - window.left, 0, extent.kv_length);
-  const int64_t end = window.right < 0 ? extent.kv_length
-                                       : Clamp(position + window.right + 1, 0,
-                                               extent.kv_length);
-  return begin < end ? KeyRange{begin, end} : KeyRange{0, 0};
+  return VisibleKeys(window, extent, query, query);
 }
 
 // The smallest range that holds both.
@@ -72,6 +81,13 @@ static constexpr KeyRange Within(KeyRange range, int64_t origin, int64_t size) {
 static_assert(VisibleKeys({-1, 0}, {0, 4, 4}, 2).end == 3);
 static_assert(VisibleKeys({1, 0}, {2, 4, 4}, 1).begin == 2);
 static_assert(IsEmpty(VisibleKeys({-1, 0}, {-3, 4, 4}, 2)));
+// The first and the last of the queries see nothing; one between them does.
+static_assert(IsEmpty(VisibleKeys({1, 0}, {-2, 8, 2}, 0)));
+static_assert(IsEmpty(VisibleKeys({1, 0}, {-2, 8, 2}, 7)));
+static_assert(VisibleKeys({1, 0}, {-2, 8, 2}, 0, 7).begin == 0);
+static_assert(VisibleKeys({1, 0}, {-2, 8, 2}, 0, 7).end == 2);
+static_assert(VisibleKeys({1, 0}, {0, 4, 8}, 2, 9).begin == 1);
+static_assert(VisibleKeys({1, 0}, {0, 4, 8}, 2, 9).end == 4);
 static_assert(Intersection({1, 4}, {2, 9}).begin == 2);
 static_assert(IsEmpty(Intersection({1, 4}, {4, 9})));
 

@@ -198,6 +198,21 @@ def test_offsets_and_lengths_of_each_sequence(hip, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [(10, 0), (100, 30)])
+def test_windows_of_queries_beyond_the_keys(hip, dtype, window):
+    """The first or the last query of a workgroup, or both, see nothing."""
+    arrays = inputs(dtype, tokens=(256, 600), heads=(1, 1), batch=(5,))
+    check(
+        hip,
+        arrays,
+        causal=window[1] == 0,
+        window=window,
+        q_offset=np.array([-120, 500, 500, -120, 2**31 - 50], np.int32),
+        kv_lengths=np.array([600, 600, 550, 20, 600], np.int32),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_lies_past_the_lengths_is_not_read(hip, dtype):
     q, k, v = inputs(dtype, tokens=(60, 200), heads=(1, 1), batch=(1,))
     lengths = {"q_lengths": np.array([40], np.int32), "kv_lengths": np.array([130])}

@@ -87,7 +87,8 @@ ZYFA_DEVICE TileRange TilesOf(numerics::Window window, numerics::Extent extent,
                               int first, int last) {
   const KeyRange of_first = numerics::VisibleKeys(window, extent, first);
   const KeyRange of_last = numerics::VisibleKeys(window, extent, last);
-  const KeyRange any = numerics::Union(of_first, of_last);
+  // Not their union: between queries that see nothing may be some that do.
+  const KeyRange any = numerics::VisibleKeys(window, extent, first, last);
   TileRange tiles;
   tiles.begin = static_cast<int>(any.begin) / kKeys;
   tiles.end = (static_cast<int>(any.end) + kKeys - 1) / kKeys;
