@@ -112,11 +112,13 @@ ZYFA_DEVICE I32x4 BufferOf(uint64_t address, int bytes) {
 // Each lane copies 16 bytes at `offset` of the buffer; together they fill 1024
 // bytes of LDS from `lds`. Written as text so that the compiler does not wait
 // for the copy before each LDS read that it cannot tell apart from it:
-// WaitForCopies does. An LDS copy needs a cycle after M0 is written.
+// WaitForCopies does; so that it does not see either that the copy needs a wait
+// state after M0 is written, and five after a vector instruction wrote a scalar
+// register of the buffer.
 ZYFA_DEVICE void CopyToLds(I32x4 buffer, int offset, int lds) {
   asm volatile(
       "s_mov_b32 m0, %0\n\t"
-      "s_nop 0\n\t"
+      "s_nop 3\n\t"
       "buffer_load_dwordx4 %1, %2, 0 offen lds"
       :
       : "s"(lds), "v"(offset), "s"(buffer));
