@@ -43,8 +43,9 @@ ZYFA_DEVICE float LargestOf(const Logits<Type>& logits) {
   return Maximum(both[0], both[1]);
 }
 
-// FP8 probabilities by numerics::LinearCode, with a power of two as the weight
-// of each tile. The row sum is made by the matrix unit, from the codes.
+// FP8 probabilities by numerics::LinearCode and ChordCode, with a power of two
+// as the weight of each tile. The row sum is made by the matrix unit, from the
+// codes.
 struct Fp8Softmax {
   static constexpr float kLog2Scale = numerics::kFp8ProbabilityLog2;
   static constexpr int kSteps = Fp8::kKeys / Fp8::kDepth;
