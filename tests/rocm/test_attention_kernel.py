@@ -284,6 +284,21 @@ def test_large_logits(hip, size):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [1e6, 1e10, 1e30])
+def test_no_query_that_sees_keys_is_called_empty(hip, dtype, scale):
+    """Whatever its logits: those that have no code may give NaN."""
+    arrays = inputs(dtype, tokens=(40, 300), heads=(1, 1), batch=(1,))
+    _, lse = attend(hip, arrays, scale=scale)
+    assert not np.isneginf(lse).any()
+
+
+def test_no_query_with_very_negative_logits_is_called_empty(hip):
+    q, k, v = inputs(BF16, tokens=(40, 300), heads=(1, 1), batch=(1,))
+    _, lse = attend(hip, (np.full_like(q, 1e16), np.full_like(k, -1e16), v))
+    assert not np.isneginf(lse).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("out_dtype", [F32, BF16, F16], ids=str)
 def test_output_dtypes(hip, dtype, out_dtype):
     arrays = inputs(dtype, tokens=(33, 65), heads=(2, 1), batch=(1,))

@@ -371,10 +371,12 @@ class Wave {
     Args& args = Reread(args_);
     const float total = softmax_.TotalSum();
     if (query_ >= args.q_len) return;
-    const float sum = query_ < head_.extent.q_length ? total : 0.0f;
+    const bool empty =
+        query_ >= head_.extent.q_length || softmax_.max == kLowestMax;
+    // Logits that have no code may leave nothing of a query that sees keys.
+    const float sum = total == 0.0f ? __builtin_nanf("") : total;
     const float v_scale =
         Global(args.v_scale)[Row(head_.kv_batch, args.kv_heads, head_.kv_head)];
-    const bool empty = sum == 0.0f;
     const float weight = v_scale / sum;
     const int64_t row =
         Row(head_.batch, args.q_len, query_) * args.heads + head_.head;

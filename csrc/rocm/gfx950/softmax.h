@@ -14,7 +14,7 @@
 namespace zyfa::gfx950 {
 
 // Below every logit, and finite: differences with it are not NaN.
-constexpr float kLowestMax = -1e30f;
+constexpr float kLowestMax = -0x1.fffffep127f;
 
 // The raw dot products of a tile, one accumulator vector for each 32 keys.
 template <class Type>
