@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import _blockwise, _compat, _ffi, _spec
+from . import _axes, _blockwise, _compat, _ffi, _spec
 from ._spec import AttentionSpec
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ def _shapes(
     """Results keep the queries' mesh axes: those they are sharded or vary over."""
     del k
     batch, tokens, heads, _ = q.shape
-    b_axes, t_axes, h_axes, _ = _dims(q.sharding, 4)
+    b_axes, t_axes, h_axes, _ = _axes.of_dims(q.sharding, 4)
     mesh = q.sharding.mesh
     out = q.update(
         shape=(batch, tokens, heads, v.shape[-1]),
@@ -107,19 +106,8 @@ def _batch(
     where = 1 if shares_kv else 0
     kv_operands = (1, 2, 4, 5) if shares_kv else ()
 
-    def fold(x: Array, dim: int | None) -> Array:
-        if dim is None:
-            x = jnp.broadcast_to(
-                jnp.expand_dims(x, where),
-                (*x.shape[:where], axis_data.size, *x.shape[where:]),
-            )
-        else:
-            x = jnp.moveaxis(x, dim, where)
-        x = _constrain(x, where, axis_data.spmd_name)
-        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-
     folded = [
-        x if i in kv_operands else fold(x, dim)
+        x if i in kv_operands else _axes.fold(x, dim, where, axis_data)
         for i, (x, dim) in enumerate(zip(operands, dims, strict=True))
     ]
     q_shape = list(operands[0].shape)
@@ -130,22 +118,11 @@ def _batch(
     unfolded = []
     for x in attention_p.bind(*folded, spec=spec):
         x = x.reshape(*lead, *x.shape[1:])
-        unfolded.append(_constrain(x, where, axis_data.spmd_name))
+        unfolded.append(_axes.constrain(x, where, axis_data.spmd_name))
     return unfolded, (where, where)
 
 
 batching.fancy_primitive_batchers[attention_p] = _batch
-
-
-def _constrain(x: Array, dim: int, names: Any) -> Array:
-    """Keeps a mapped axis on the mesh axes that vmap's spmd_axis_name gives it."""
-    if not set(names or ()) <= set(jax.sharding.get_abstract_mesh().auto_axes):
-        return x
-    if not names:
-        return x
-    spec = [PartitionSpec.UNCONSTRAINED] * x.ndim
-    spec[dim] = names
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
 
 def _lower(
@@ -163,7 +140,7 @@ def _lower(
             f"{platform or 'a platform without a kernel'}: it takes None, 'reference' "
             f"or the platform's own name there"
         )
-    if _is_partitioned(ctx.module_context.axis_context):
+    if _axes.is_partitioned(ctx.module_context.axis_context):
         if ctx.module_context.lowering_parameters.for_export:
             raise NotImplementedError(
                 "attention under jit with sharded inputs cannot be exported, since "
@@ -244,17 +221,6 @@ def _custom_call(
     return target
 
 
-def _is_partitioned(axis_context: Any) -> bool:
-    """Whether the compiler splits this computation over devices all by itself.
-
-    Under a shard_map over some axes of a mesh it does so over the others; there the
-    call is left whole, and the compiler gathers what is sharded over those.
-    """
-    return isinstance(axis_context, mlir.ShardingContext) and (
-        axis_context.num_devices > 1
-    )
-
-
 @functools.cache
 def _partitioned(spec: AttentionSpec, set_mesh: Mesh) -> custom_partitioning:
     """The call with batch and heads left where they are sharded.
@@ -321,10 +287,7 @@ def _partition(
     one, or all of them and pick theirs.
     """
     q, k = operands[:2]
-    if mesh.empty:
-        mesh = set_mesh
-    if mesh.empty:  # no mesh names the shardings: every device computes it all
-        mesh = Mesh(np.array(list(q.sharding.device_set)), ("devices",))
+    mesh = _axes.partition_mesh(mesh, set_mesh, q)
     out_axes = _compat.mesh_axes(results[0].sharding, mesh, 4)
     q_axes = _compat.mesh_axes(q.sharding, mesh, 4)
     batch = _split(mesh, out_axes[0] or q_axes[0], q.shape[0], k.shape[0])
@@ -384,25 +347,21 @@ class _Split:
         index = jnp.int32(0)
         for name in rest:
             index = index * np.int32(self.mesh.shape[name]) + jax.lax.axis_index(name)
-        start = index * np.int32(x.shape[dim]) // np.int32(_size(self.mesh, rest))
+        start = index * np.int32(x.shape[dim]) // np.int32(_axes.size(self.mesh, rest))
         return jax.lax.dynamic_slice_in_dim(x, start, 1, dim)
 
 
 def _split(mesh: Mesh, axes: Any, whole: int, shared: int) -> _Split:
     """The split by `axes`, or none where devices would get unequal shares."""
-    names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
+    names = _axes.as_names(axes)
     kv_names = names
-    while shared % _size(mesh, kv_names):
+    while shared % _axes.size(mesh, kv_names):
         kv_names = kv_names[:-1]
-    left = shared // _size(mesh, kv_names)
-    rest = _size(mesh, names[len(kv_names) :])
-    if whole % _size(mesh, names) or (rest > 1 and rest % left):
+    left = shared // _axes.size(mesh, kv_names)
+    rest = _axes.size(mesh, names[len(kv_names) :])
+    if whole % _axes.size(mesh, names) or (rest > 1 and rest % left):
         return _Split(mesh, (), ())
     return _Split(mesh, names, kv_names)
-
-
-def _size(mesh: Mesh, names: tuple[str, ...]) -> int:
-    return math.prod(mesh.shape[name] for name in names)
 
 
 def _is_aligned(x: Any, head_dim: int, q: Any, q_place: NamedSharding) -> bool:
@@ -425,8 +384,3 @@ def _is_aligned(x: Any, head_dim: int, q: Any, q_place: NamedSharding) -> bool:
             if held[device][dim].indices(size)[:2] != want:
                 return False
     return True
-
-
-def _dims(sharding: Any, rank: int) -> tuple[Any, ...]:
-    spec = tuple(sharding.spec)
-    return spec + (None,) * (rank - len(spec))

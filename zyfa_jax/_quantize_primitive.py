@@ -29,8 +29,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import _compat, _ffi
-from ._primitive import _constrain, _dims, _is_partitioned
+from . import _axes, _compat, _ffi
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -88,7 +87,7 @@ def _shapes(
     del mean
     batch, tokens, heads, _ = x.shape
     mesh = x.sharding.mesh
-    b_axes, t_axes, h_axes, _ = _dims(x.sharding, 4)
+    b_axes, t_axes, h_axes, _ = _axes.of_dims(x.sharding, 4)
     shape, axes = [batch, heads], [b_axes, h_axes]
     if rounding.block:
         shape.append(-(-tokens // rounding.block))
@@ -110,21 +109,14 @@ def _batch(
 ) -> tuple[Sequence[Array], tuple[int, int]]:
     """Folds the mapped axis into the batch, whose front it becomes."""
     size = axis_data.size
-
-    def fold(x: Array, dim: int | None) -> Array:
-        if dim is None:
-            x = jnp.broadcast_to(x[None], (size, *x.shape))
-        else:
-            x = jnp.moveaxis(x, dim, 0)
-        x = _constrain(x, 0, axis_data.spmd_name)
-        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-
-    folded = [fold(x, dim) for x, dim in zip(operands, dims, strict=True)]
+    folded = [
+        _axes.fold(x, dim, 0, axis_data) for x, dim in zip(operands, dims, strict=True)
+    ]
     rounding = dataclasses.replace(rounding, tensors=rounding.tensors * size)
     unfolded = []
     for y in quantize_p.bind(*folded, rounding=rounding):
         y = y.reshape(size, y.shape[0] // size, *y.shape[1:])
-        unfolded.append(_constrain(y, 0, axis_data.spmd_name))
+        unfolded.append(_axes.constrain(y, 0, axis_data.spmd_name))
     return unfolded, (0, 0)
 
 
@@ -140,7 +132,7 @@ def _lower(
     avals: Any = ctx.avals_in
     target = _custom_call(rounding, platform, avals[0])
     context = ctx.module_context
-    split = _is_partitioned(context.axis_context)
+    split = _axes.is_partitioned(context.axis_context)
     if target is None or (split and context.lowering_parameters.for_export):
         _ffi.logger.debug("quantize on %s: jnp, %s", platform, avals[0].shape)
         fun = functools.partial(define, rounding=rounding)
@@ -397,10 +389,7 @@ def _partition(
 ) -> tuple[Mesh, Any, Any, Any]:
     """What each device computes: its own batch rows, whole tiles of tokens, heads."""
     x = operands[0]
-    if mesh.empty:
-        mesh = set_mesh
-    if mesh.empty:  # no mesh names the shardings: every device computes it all
-        mesh = Mesh(np.array(list(x.sharding.device_set)), ("devices",))
+    mesh = _axes.partition_mesh(mesh, set_mesh, x)
     batch, tokens, heads, _ = _compat.mesh_axes(x.sharding, mesh, 4)
     if results and step == "round":
         wanted = _compat.mesh_axes(results[0].sharding, mesh, 4)
@@ -430,8 +419,6 @@ def _partition(
 
 def _even(mesh: Any, axes: Any, size: int, unit: int) -> tuple[str, ...]:
     """The axes, or none where devices would get unequal shares or parts of a unit."""
-    names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
-    if not names:
-        return ()
-    parts = math.prod(mesh.shape[name] for name in names)
+    names = _axes.as_names(axes)
+    parts = _axes.size(mesh, names)
     return names if parts > 1 and size % (parts * unit) == 0 else ()

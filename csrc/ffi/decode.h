@@ -5,11 +5,10 @@
 #define ZYFA_FFI_DECODE_H_
 
 #include <cstdint>
-#include <exception>
 #include <initializer_list>
-#include <string>
 
 #include "csrc/ffi/attention_params.h"
+#include "csrc/ffi/guarded_call.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace zyfa {
@@ -26,17 +25,6 @@ struct AttentionCall {
 };
 
 xla::ffi::ErrorOr<AttentionParams> DecodeAttention(const AttentionCall& call);
-
-// What `call` returns; an exception becomes an error, since none may reach XLA.
-template <class Call>
-xla::ffi::Error GuardedCall(const Call& call) {
-  try {
-    return call();
-  } catch (const std::exception& e) {
-    return xla::ffi::Error::Internal(std::string("zyfa_attention: ") +
-                                     e.what());
-  }
-}
 
 // The handler of "zyfa_attention" that calls run(context, AttentionCall).
 template <class Context, class Run>
@@ -86,7 +74,8 @@ auto AttentionHandler(Run run,
                                         q_block,
                                         kv_block,
                                         quadratic};
-            return GuardedCall([&] { return run(context, call); });
+            return GuardedCall("zyfa_attention",
+                               [&] { return run(context, call); });
           },
           traits);
 }

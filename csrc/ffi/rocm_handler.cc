@@ -205,19 +205,7 @@ ffi::Error Decode(const AttentionCall& call, const RunParams& run) {
 }  // namespace
 
 XLA_FFI_Error* RocmInitialize(XLA_FFI_CallFrame* call_frame) {
-  static auto* const handler =
-      ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
-          .Ctx<ffi::PlatformStream<void*>>()
-          .To([](void* stream) {
-            return GuardedCall([stream] {
-              int device;
-              auto error = RocmLauncher().StreamDevice(stream, &device);
-              return ToFfiError(kName,
-                                error ? error : RocmLauncher().Load(device));
-            });
-          })
-          .release();
-  return handler->Call(call_frame);
+  return LoadAhead<kName>(call_frame);
 }
 
 XLA_FFI_Error* RocmAttention(XLA_FFI_CallFrame* call_frame) {
@@ -225,10 +213,9 @@ XLA_FFI_Error* RocmAttention(XLA_FFI_CallFrame* call_frame) {
       AttentionHandler<ffi::PlatformStream<void*>>(
           [](void* stream, const AttentionCall& call) {
             return Decode(call, [stream](const AttentionParams& params) {
-              int device;
-              const auto error = RocmLauncher().StreamDevice(stream, &device);
-              return error ? ToFfiError(kName, error)
-                           : Run(device, stream, params);
+              return OnDeviceOf(kName, stream, [&](int device) {
+                return Run(device, stream, params);
+              });
             });
           },
           {ffi::Traits::kCmdBufferCompatible})

@@ -1,7 +1,6 @@
 #include "csrc/ffi/rocm_quantize_handler.h"
 
 #include <cstdint>
-#include <exception>
 #include <initializer_list>
 #include <limits>
 #include <string>
@@ -191,16 +190,6 @@ ffi::Error Run(int32_t device, void* stream, const Launch& launch) {
                  stream));
 }
 
-// What `call` returns; no exception may reach XLA.
-template <class Call>
-ffi::Error Guarded(const Call& call) {
-  try {
-    return call();
-  } catch (const std::exception& e) {
-    return ffi::Error::Internal(std::string(kName) + ": " + e.what());
-  }
-}
-
 // The handler that calls run(context, Launch) unless there is nothing to do.
 template <class Context, class RunLaunch>
 auto Handler(RunLaunch run, std::initializer_list<ffi::Traits> traits = {}) {
@@ -216,7 +205,7 @@ auto Handler(RunLaunch run, std::initializer_list<ffi::Traits> traits = {}) {
                 ffi::AnyBuffer x, ffi::RemainingArgs operands,
                 ffi::RemainingRets results, std::string_view step,
                 bool rotate) {
-            return Guarded([&] {
+            return GuardedCall(kName, [&] {
               const auto launch = Decode({x, operands, results, step, rotate});
               if (launch.has_error()) return launch.error();
               if (launch->groups == 0) return ffi::Error::Success();
@@ -229,29 +218,16 @@ auto Handler(RunLaunch run, std::initializer_list<ffi::Traits> traits = {}) {
 }  // namespace
 
 XLA_FFI_Error* RocmQuantizeInitialize(XLA_FFI_CallFrame* call_frame) {
-  static auto* const handler =
-      ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
-          .Ctx<ffi::PlatformStream<void*>>()
-          .To([](void* stream) {
-            return Guarded([stream] {
-              int device;
-              auto error = RocmLauncher().StreamDevice(stream, &device);
-              return ToFfiError(kName,
-                                error ? error : RocmLauncher().Load(device));
-            });
-          })
-          .release();
-  return handler->Call(call_frame);
+  return LoadAhead<kName>(call_frame);
 }
 
 XLA_FFI_Error* RocmQuantize(XLA_FFI_CallFrame* call_frame) {
   static auto* const handler =
       Handler<ffi::PlatformStream<void*>>(
           [](void* stream, const Launch& launch) {
-            int device;
-            const auto error = RocmLauncher().StreamDevice(stream, &device);
-            return error ? ToFfiError(kName, error)
-                         : Run(device, stream, launch);
+            return OnDeviceOf(kName, stream, [&](int device) {
+              return Run(device, stream, launch);
+            });
           },
           {ffi::Traits::kCmdBufferCompatible})
           .release();

@@ -109,6 +109,19 @@ class Launch:
     kernarg: bytes
     stream: int | None
 
+    @classmethod
+    def received(cls, device, code, code_size, kernel, grid, block, args, size, stream):
+        """From what a stand-in hands to its callback."""
+        return cls(
+            device,
+            ctypes.string_at(code, code_size),
+            kernel.decode(),
+            tuple(grid[:3]),
+            tuple(block[:3]),
+            ctypes.string_at(args, size),
+            stream,
+        )
+
     @property
     def args(self) -> Args:
         struct, _ = FAMILIES[self._family]
@@ -230,23 +243,13 @@ class StandIn:
             if self.raised:
                 raise self.raised[0]
 
-    def _launched(
-        self, device, code, code_size, kernel, grid, block, args, size, stream
-    ) -> int:
+    def _launched(self, *received) -> int:
         try:
-            launch = Launch(
-                device,
-                ctypes.string_at(code, code_size),
-                kernel.decode(),
-                tuple(grid[:3]),
-                tuple(block[:3]),
-                ctypes.string_at(args, size),
-                stream,
-            )
+            launch = Launch.received(*received)
             self.launches.append(launch)
             if self._run is None:
                 raise RuntimeError("a launch that no test asked for")
-            with _floats_as_numpy_expects():
+            with floats_as_numpy_expects():
                 self._run(launch)
         except BaseException as error:  # none may pass through C++
             traceback.print_exc()
@@ -256,7 +259,7 @@ class StandIn:
 
 
 @contextlib.contextmanager
-def _floats_as_numpy_expects() -> Iterator[None]:
+def floats_as_numpy_expects() -> Iterator[None]:
     """Subnormal numbers, which XLA's threads flush to zero."""
     saved = ctypes.create_string_buffer(64)
     _LIBM.fegetenv(saved)

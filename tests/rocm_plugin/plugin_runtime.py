@@ -138,37 +138,18 @@ class Runtime:
             return 1
         return 0
 
-    def _launched(
-        self,
-        device,
-        code,
-        code_size,
-        kernel,
-        grid,
-        block,
-        args,
-        size,
-        stream,
-        dynamic_lds,
-        from_graph,
-    ) -> int:
+    def _launched(self, *received) -> int:
+        *received, dynamic_lds, from_graph = received
         try:
-            launch = bridge.Launch(
-                device,
-                ctypes.string_at(code, code_size),
-                kernel.decode(),
-                tuple(grid[:3]),
-                tuple(block[:3]),
-                ctypes.string_at(args, size),
-                stream,
-            )
+            launch = bridge.Launch.received(*received)
             self.launches.append(launch)
             if from_graph:
                 self.graphed.append(launch.kernel)
-            if launch.kernel.startswith("zyfa_"):
-                bridge.emulate(launch)
-            else:
-                self._emulate(launch, dynamic_lds)
+            with bridge.floats_as_numpy_expects():
+                if launch.kernel.startswith("zyfa_"):
+                    bridge.emulate(launch)
+                else:
+                    self._emulate(launch, dynamic_lds)
         except BaseException as error:  # none may pass through C++
             traceback.print_exc()
             self.raised.append(error)

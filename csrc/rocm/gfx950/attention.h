@@ -482,8 +482,8 @@ class Wave {
   int query_;
   TileRange tiles_;  // of the workgroup
   TileRange full_;   // of the wave
-  TileCopies<kKeys, kKeyRow, RowReads> keys_;
-  TileCopies<kKeys, kValueRow, TransposedReads> values_;
+  TileCopies<Keys> keys_;
+  TileCopies<Values> values_;
   bool flips_queries_;
   Operand queries_[kSteps];
   Operand first_keys_[kAhead];

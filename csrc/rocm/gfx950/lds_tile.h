@@ -37,9 +37,8 @@ struct RowReads {
   }
 };
 
-// For tiles that are read transposed: eight rows (r, r + 1, r + 2, r + 3, r +
-// 8,
-// ...) of two slots at a time, or four rows of four slots.
+// For tiles that are read transposed: two times four rows, eight apart, of two
+// slots, or four rows of four slots, at a time.
 struct TransposedReads {
   static constexpr int Swizzle(int panel_bytes, int row) {
     return panel_bytes == 128 ? (row & 3) | Bit(row, 3) << 2
@@ -47,9 +46,12 @@ struct TransposedReads {
   }
 };
 
-// `kRows` rows of `kRowBytes` bytes.
-template <int kRows, int kRowBytes, class Reads>
+// `row_count` rows of `row_bytes` bytes.
+template <int row_count, int row_bytes, class ReadsOfTile>
 struct LdsTile {
+  using Reads = ReadsOfTile;
+  static constexpr int kRows = row_count;
+  static constexpr int kRowBytes = row_bytes;
   static constexpr int kFirstPanel = kRowBytes >= 256 ? 256 : 128;
   static constexpr int kSecondPanel = kRowBytes - kFirstPanel;
   static constexpr int kBytes = kRows * kRowBytes;
@@ -74,11 +76,9 @@ struct LdsTile {
 };
 
 // One wave's share of the copies of tiles that follow each other in memory.
-template <int kRows, int kRowBytes, class Reads>
+template <class Tile>
 class TileCopies {
  public:
-  using Tile = LdsTile<kRows, kRowBytes, Reads>;
-
   // From `source`, the first row of the first tile; of `rows` rows from there,
   // `stride` bytes apart, the copies take no more, and leave zeros instead.
   __attribute__((device, always_inline)) TileCopies(const void* source,
@@ -91,13 +91,14 @@ class TileCopies {
 #pragma unroll
     for (int i = 0; i < Tile::kCopies; ++i) {
       // A wave's copies of the first panel come first.
-      const bool first = i * kWaves * kCopyBytes < kRows * Tile::kFirstPanel;
+      const bool first =
+          i * kWaves * kCopyBytes < Tile::kRows * Tile::kFirstPanel;
       const int panel = first ? Tile::kFirstPanel : Tile::kSecondPanel;
-      const int start = first ? 0 : kRows * Tile::kFirstPanel;
+      const int start = first ? 0 : Tile::kRows * Tile::kFirstPanel;
       const int slots = panel / kSlotBytes;
       const int copy = i * kWaves + wave - start / kCopyBytes;
       const int row = copy * (kCopyBytes / panel) + lane / slots;
-      const int slot = lane % slots ^ Reads::Swizzle(panel, row);
+      const int slot = lane % slots ^ Tile::Reads::Swizzle(panel, row);
       offsets_[i] =
           row * stride + (first ? 0 : Tile::kFirstPanel) + slot * kSlotBytes;
     }
@@ -105,15 +106,15 @@ class TileCopies {
 
   // Starts the copy of the next tile to `lds`.
   __attribute__((device, always_inline)) void StartNext(int lds) {
-    const int rows = Uniform(rows_ < kRows ? rows_ : kRows);
+    const int rows = Uniform(rows_ < Tile::kRows ? rows_ : Tile::kRows);
     const I32x4 buffer = BufferOf(source_, rows < 0 ? 0 : rows * stride_);
 #pragma unroll
     for (int i = 0; i < Tile::kCopies; ++i) {
       CopyToLds(buffer, offsets_[i],
                 lds + first_target_ + i * kWaves * kCopyBytes);
     }
-    rows_ -= kRows;
-    source_ += static_cast<uint32_t>(kRows * stride_);
+    rows_ -= Tile::kRows;
+    source_ += static_cast<uint32_t>(Tile::kRows * stride_);
   }
 
  private:
