@@ -161,11 +161,11 @@ def test_the_rocm_kernels_take_two_pairs_of_head_dims(dim):
     ("taken", "refused", "message"),
     [
         ({"q_block": 128}, {"kv_block": 128}, "one descale for all keys .*, not .*128"),
-        ({"q": (1, 2**31 - 2**16 - 1, 1)}, {"q": (1, 2**31 - 2**16, 1)}, "tokens, not"),
+        ({"q": (1, 2**30 - 2**8 - 1, 1)}, {"q": (1, 2**30 - 2**8, 1)}, "tokens, not"),
         (
-            {"kv": (1, 2**31 - 2**16 - 1, 1)},
-            {"kv": (1, 2**31 - 2**16, 1)},
-            "fewer than 2147418112 tokens, not 2147418112",
+            {"kv": (1, 2**30 - 2**8 - 1, 1)},
+            {"kv": (1, 2**30 - 2**8, 1)},
+            "fewer than 1073741568 tokens, not 1073741568",
         ),
         ({"q": (1, 1, 65535)}, {"q": (1, 1, 65536)}, "bytes of a token, not 65536 x"),
         (

@@ -241,8 +241,8 @@ def _too_large(
     """The 32-bit limits of csrc/ffi/rocm_handler.cc."""
     (batch, q_tokens, heads, head_dim), (_, kv_tokens, *_), (*_, value_dim) = shapes
     for tokens in (q_tokens, kv_tokens):
-        if isinstance(tokens, int) and tokens >= 2**31 - 2**16:
-            return f"fewer than {2**31 - 2**16} tokens, not {tokens}"
+        if isinstance(tokens, int) and tokens >= 2**30 - 2**8:
+            return f"fewer than {2**30 - 2**8} tokens, not {tokens}"
     head_bytes = max(head_dim * dtype.itemsize, value_dim * spec.out_dtype.itemsize)
     if isinstance(heads, int) and heads * head_bytes >= 2**24:
         return f"fewer than {2**24} bytes of a token, not {heads} x {head_bytes}"

@@ -67,6 +67,9 @@ _CHORD_TOP = (np.float32(15 + _TOP) - np.float32(1.05756)) * _CHORD_BITS
 _CHORD_SECOND = np.float16(0.70710678)
 _GFX950_CHORD_KEYS = 32
 """Keys of a block, its first ones, whose codes gfx950's kernel makes by chords."""
+_GFX950_LOG2_SHARE = 5
+"""gfx950's kernel keeps a row's maximum while a larger logit's probability is at most
+2**-5 of the row's sum."""
 _CURVATURE = np.float32(0.3437)
 _E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 _ROWS, _LOGITS = 512, 1 << 22
@@ -149,7 +152,8 @@ def fp8_attention(
       "linear", "quadratic": codes computed without an exponential, see
         `fp8_softmax_block`. The CPU kernel's, the latter by default.
       "gfx950": the first quarter of a block's keys coded by two chords, the others
-        linearly. What the kernel for AMD's gfx950 does.
+        linearly, and M kept while no probability exceeds 1/32 of the row's sum. What
+        the kernel for AMD's gfx950 does.
       "exact block": 2**(t - M + n + 8), n = floor(M - m), weighted by 2**-n.
       "exact row": 2**(t - M + 8), as Composable Kernel and FlashAttention-3 do.
       "unit": 2**(t - M), the row sum taken before rounding, as AITER's FP8 prefill
@@ -186,7 +190,9 @@ def fp8_attention(
             if not visible.any():
                 continue
             factor = row_scale * np.float32(tile.k_scale[start]) * _LOG2E
-            p, new_maximum, row_sum = step(acc[:, keys], visible, factor, maximum)
+            p, new_maximum, row_sum = step(
+                acc[:, keys], visible, factor, maximum, total
+            )
             with np.errstate(invalid="ignore"):
                 rescale = np.exp2(maximum.astype(np.float64) - new_maximum)
             rescale = np.where(new_maximum == maximum, 1, rescale)
@@ -207,6 +213,7 @@ def fp8_softmax_block(
     running_max: Float32[np.ndarray, " r"],
     quadratic: bool,
     chord_keys: int = 0,
+    slack: float | Float32[np.ndarray, " r"] = 0.0,
 ) -> tuple[
     UInt8[np.ndarray, "r n"],
     Int32[np.ndarray, " r"],
@@ -235,16 +242,21 @@ def fp8_softmax_block(
       running_max: the rows' maximum logit so far, in log2; -inf if there is none.
       quadratic: whether the quadratic term is used.
       chord_keys: how many of the first keys are coded by two chords instead.
+      slack: how far a logit may exceed `running_max`, in log2, which then stays.
 
     Returns:
       codes: e4m3 bit patterns, 0 where not visible.
-      shift: n: a code stands for its e4m3 value times 2**-n.
+      shift: n: a code stands for its e4m3 value times 2**-n. Below 0 where the block
+        exceeds a maximum that stays.
       new_max: the maximum after this block.
       row_sum: the sum of the codes' e4m3 values. NaN if a visible acc is.
     """
     acc = np.asarray(acc, np.float32)
     factor = np.asarray(factor, np.float32)
     new_max, block_max = _maxima(acc, visible, factor, running_max)
+    with np.errstate(invalid="ignore", over="ignore"):
+        stays = block_max <= (running_max + slack).astype(np.float32)
+    new_max = np.where(stays, running_max, new_max)
     shift = _block_shift(new_max, block_max)
     reference = new_max - shift.astype(np.float32)
     per_octave = np.float32(8) if quadratic else _LINEAR_CODES
@@ -330,22 +342,44 @@ def _product(p, v, visible):
 
 
 _Step = Callable[..., tuple[np.ndarray, np.ndarray, np.ndarray]]
-"""(acc, visible, factor, running_max) -> probabilities, new_max, row_sum."""
+"""(acc, visible, factor, running_max, total) -> probabilities, new_max, row_sum.
+
+`total` and row_sum are sums of probabilities, before and of this block."""
 
 
-def _codes(quadratic: bool = False, chord_keys: int = 0) -> _Step:
-    def step(acc, visible, factor, running_max):
-        codes, shift, new_max, row_sum = fp8_softmax_block(
-            acc, visible, factor, running_max, quadratic, chord_keys
+def _gfx950_slack(total) -> Float32[np.ndarray, " r"]:
+    """The logarithm of `total`, nearly, from its bits: linear in each octave."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        bits = total.astype(np.float32).view(np.int32).astype(np.float32)
+    log2 = _fma(bits, np.float32(2**-23), np.float32(-127 - _TOP - _GFX950_LOG2_SHARE))
+    return np.maximum(log2, np.float32(0))
+
+
+def _codes(quadratic: bool = False) -> _Step:
+    def step(acc, visible, factor, running_max, _):
+        return _weighted(
+            *fp8_softmax_block(acc, visible, factor, running_max, quadratic)
         )
-        weight = np.exp2(-shift.astype(np.float32))
-        return _E4M3[codes] * weight[:, None], new_max, row_sum * weight
 
     return step
 
 
+def _gfx950(acc, visible, factor, running_max, total):
+    return _weighted(
+        *fp8_softmax_block(
+            acc, visible, factor, running_max, False, _GFX950_CHORD_KEYS,
+            _gfx950_slack(total),
+        )
+    )  # fmt: skip
+
+
+def _weighted(codes, shift, new_max, row_sum):
+    weight = np.exp2(-shift.astype(np.float32))
+    return _E4M3[codes] * weight[:, None], new_max, row_sum * weight
+
+
 def _exact(top: int, *, block_scale: bool = False, rounded_sum: bool = True) -> _Step:
-    def step(acc, visible, factor, running_max):
+    def step(acc, visible, factor, running_max, _):
         new_max, block_max = _maxima(acc, visible, factor, running_max)
         shift = _block_shift(new_max, block_max)
         if not block_scale:
@@ -364,7 +398,7 @@ def _exact(top: int, *, block_scale: bool = False, rounded_sum: bool = True) -> 
 _STEPS: dict[Probabilities, _Step] = {
     "linear": _codes(),
     "quadratic": _codes(quadratic=True),
-    "gfx950": _codes(chord_keys=_GFX950_CHORD_KEYS),
+    "gfx950": _gfx950,
     "exact block": _exact(_TOP, block_scale=True),
     "exact row": _exact(_TOP),
     "unit": _exact(0, rounded_sum=False),

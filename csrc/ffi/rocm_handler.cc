@@ -9,6 +9,7 @@
 #include "csrc/ffi/attention_params.h"
 #include "csrc/ffi/decode.h"
 #include "csrc/ffi/rocm_launcher.h"
+#include "csrc/numerics/visibility.h"
 #include "csrc/rocm/attention_args.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -35,8 +36,8 @@ constexpr Kernel kKernels[] = {
 
 constexpr char kName[] = "zyfa_attention";
 constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
-// The kernels' int32 positions run past the last token by less than this.
-constexpr int64_t kMaxTokens = kInt32Max - (1 << 16);
+// The last block of queries may run past the last token.
+constexpr int64_t kMaxTokens = numerics::kBandLimit - rocm::kQueryBlock - 1;
 constexpr int64_t kMaxRowBytes = (1 << 24) - 1;
 constexpr int64_t kMaxGroups = MaxGroups(rocm::kThreads);
 
@@ -154,7 +155,6 @@ AttentionArgs ToArgs(const AttentionParams& p) {
   args.q_block = narrow(std::min(p.q_block, kInt32Max));
   args.q_scales = narrow(p.q_scales);
   args.out_type = ToOutType(p.out_dtype);
-  args.blocks_per_group = 1;
   return args;
 }
 
@@ -175,9 +175,9 @@ ffi::Error Run(int32_t device, void* stream, const AttentionParams& params) {
   gpu::Device description;
   if (auto error = RocmLauncher().Load(device, &description))
     return ToFfiError(kName, error);
-  args.blocks_per_group = BlocksPerGroup(args, description.compute_units);
-  const int64_t groups = int64_t{args.batch} * args.heads *
-                         rocm::GroupsPerHead(args.q_len, args.blocks_per_group);
+  rocm::SetGeometry(args, BlocksPerGroup(args, description.compute_units));
+  const int64_t groups =
+      int64_t{args.batch} * args.heads * args.groups_per_head;
   return ToFfiError(
       kName, RocmLauncher().Run(
                  device,

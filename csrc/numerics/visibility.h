@@ -78,6 +78,43 @@ static constexpr KeyRange Within(KeyRange range, int64_t origin, int64_t size) {
   return begin < end ? KeyRange{begin, end} : KeyRange{0, 0};
 }
 
+// The same for kernels, in 32 bits and without the queries' length: query i
+// sees keys [Begin(i), End(i)), nothing if these do not grow. Queries and keys
+// are below kBandLimit, and a side further off than that is as good as there.
+constexpr int32_t kBandLimit = 1 << 30;
+
+struct Band {
+  int32_t begin;  // of query 0; may lie outside [0, kv_length], and so may end
+  int32_t end;
+  int32_t kv_length;
+
+  constexpr int32_t Begin(int32_t query) const { return Cut(query + begin); }
+  constexpr int32_t End(int32_t query) const { return Cut(query + end); }
+
+ private:
+  constexpr int32_t Cut(int32_t key) const {
+    return key < 0 ? 0 : key > kv_length ? kv_length : key;
+  }
+};
+
+// a + b, cut to [-kBandLimit, kBandLimit].
+static constexpr int32_t BandSum(int32_t a, int32_t b) {
+  const uint32_t bits = static_cast<uint32_t>(a) + static_cast<uint32_t>(b);
+  const auto sum = static_cast<int32_t>(bits);
+  const bool overflows = ((a ^ sum) & (b ^ sum)) < 0;
+  const bool negative = overflows ? a < 0 : sum < 0;
+  if (negative) return overflows || sum < -kBandLimit ? -kBandLimit : sum;
+  return overflows || sum > kBandLimit ? kBandLimit : sum;
+}
+
+// A side below zero is unbounded.
+static constexpr Band BandOf(int32_t window_left, int32_t window_right,
+                             int32_t q_offset, int32_t kv_length) {
+  return {window_left < 0 ? -kBandLimit : BandSum(q_offset, -window_left),
+          window_right < 0 ? kBandLimit : BandSum(q_offset, window_right) + 1,
+          kv_length};
+}
+
 static_assert(VisibleKeys({-1, 0}, {0, 4, 4}, 2).end == 3);
 static_assert(VisibleKeys({1, 0}, {2, 4, 4}, 1).begin == 2);
 static_assert(IsEmpty(VisibleKeys({-1, 0}, {-3, 4, 4}, 2)));
@@ -88,6 +125,16 @@ static_assert(VisibleKeys({1, 0}, {-2, 8, 2}, 0, 7).begin == 0);
 static_assert(VisibleKeys({1, 0}, {-2, 8, 2}, 0, 7).end == 2);
 static_assert(VisibleKeys({1, 0}, {0, 4, 8}, 2, 9).begin == 1);
 static_assert(VisibleKeys({1, 0}, {0, 4, 8}, 2, 9).end == 4);
+static_assert(BandSum(kBandLimit, INT32_MIN) == -kBandLimit);
+static_assert(BandSum(INT32_MIN, INT32_MIN) == -kBandLimit);
+static_assert(BandSum(INT32_MAX, 1) == kBandLimit);
+static_assert(BandSum(INT32_MAX, -INT32_MAX + 5) == 5);
+static_assert(BandOf(-1, 0, 0, 4).Begin(2) == 0);
+static_assert(BandOf(-1, 0, 0, 4).End(2) == 3);
+static_assert(BandOf(1, -1, 5, 9).Begin(2) == 6);
+static_assert(BandOf(1, -1, 5, 9).End(2) == 9);
+static_assert(BandOf(1, 0, INT32_MIN, 2).End(7) == 0);
+static_assert(BandOf(1, INT32_MAX, INT32_MAX, 2).End(7) == 2);
 static_assert(Intersection({1, 4}, {2, 9}).begin == 2);
 static_assert(IsEmpty(Intersection({1, 4}, {4, 9})));
 

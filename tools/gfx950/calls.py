@@ -25,6 +25,17 @@ OUT_DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.fl
 RESULTS = ("out", "lse")
 
 
+class Divisor(ctypes.Structure):
+    """`zyfa::rocm::Divisor` of csrc/rocm/attention_args.h."""
+
+    _fields_ = (("multiplier", ctypes.c_uint32), ("shift", ctypes.c_uint32))
+
+    @classmethod
+    def of(cls, divisor: int) -> Divisor:
+        shift = 31 + (divisor - 1).bit_length()
+        return cls(-(-(1 << shift) // divisor), shift)
+
+
 class AttentionArgs(ctypes.Structure):
     """`zyfa::rocm::AttentionArgs` of csrc/rocm/attention_args.h."""
 
@@ -41,10 +52,25 @@ class AttentionArgs(ctypes.Structure):
             for name in (
                 *("batch", "kv_batch", "q_len", "kv_len", "heads", "kv_heads"),
                 *("window_left", "window_right", "q_block", "q_scales"),
-                *("out_type", "blocks_per_group"),
+                *("out_type", "blocks_per_group", "groups_per_head"),
             )
         ),
+        ("by_groups_per_head", Divisor),
+        ("by_heads", Divisor),
+        ("by_kv_group", Divisor),
+        ("by_batch_group", Divisor),
+        ("unused", ctypes.c_int32),
     )
+
+    def set_geometry(self, blocks_per_group: int = 1) -> None:
+        """Fills in what follows from the lengths."""
+        blocks = math.ceil(self.q_len / QUERY_BLOCK)
+        self.blocks_per_group = blocks_per_group
+        self.groups_per_head = math.ceil(blocks / blocks_per_group)
+        self.by_groups_per_head = Divisor.of(self.groups_per_head)
+        self.by_heads = Divisor.of(self.heads)
+        self.by_kv_group = Divisor.of(self.heads // self.kv_heads)
+        self.by_batch_group = Divisor.of(self.batch // self.kv_batch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +123,8 @@ def attend(
     args = AttentionArgs(
         batch=batch, kv_batch=kv_batch, q_len=q_len, kv_len=kv_len, heads=heads,
         kv_heads=kv_heads, window_left=window[0], window_right=window[1], q_scales=1,
-        blocks_per_group=1,
     )  # fmt: skip
+    args.set_geometry()
     fills = {
         "q_scale": 1 / math.sqrt(q.shape[-1]),
         "k_scale": 1,

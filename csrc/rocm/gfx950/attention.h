@@ -33,7 +33,6 @@
 
 namespace zyfa::gfx950 {
 
-using numerics::KeyRange;
 using rocm::AttentionArgs;
 
 using Args = Constant<AttentionArgs>;
@@ -42,63 +41,73 @@ constexpr int kValueDim = 128;
 constexpr int kValueBlocks = kValueDim / kBlock;
 constexpr int kXcds = 8;
 
+// What a block needs of the arguments. All of it is read at once: a scalar load
+// takes as long as fifty instructions.
+struct Arrays {
+  const void* q;
+  const void* k;
+  const void* v;
+  const float* q_scale;
+  const float* k_scale;
+  const float* v_scale;
+  void* out;
+  float* lse;
+  int q_len;
+  int kv_len;
+  int heads;
+  int kv_heads;
+  int q_block;
+  int q_scales;
+  rocm::OutType out_type;
+};
+
+ZYFA_DEVICE Arrays ArraysOf(Args& args) {
+  Arrays x = {args.q,       args.k,        args.v,       args.q_scale,
+              args.k_scale, args.v_scale,  args.out,     args.lse,
+              args.q_len,   args.kv_len,   args.heads,   args.kv_heads,
+              args.q_block, args.q_scales, args.out_type};
+  Pin(x.q), Pin(x.k), Pin(x.v), Pin(x.q_scale), Pin(x.k_scale), Pin(x.v_scale);
+  Pin(x.out), Pin(x.lse), Pin(x.q_len), Pin(x.kv_len), Pin(x.heads);
+  Pin(x.kv_heads), Pin(x.q_block), Pin(x.q_scales), Pin(x.out_type);
+  return x;
+}
+
 // Queries of one head, of which this workgroup computes a block at a time.
 struct Head {
   int batch;
   int head;
   int kv_batch;
   int kv_head;
-  numerics::Extent extent;
+  int q_length;  // queries that count
+  numerics::Band band;
 };
 
 // Workgroups are dealt to the dies (XCDs) in turn. Renumbers them so that each
 // die gets consecutive ones, whose heads share keys and values in its cache.
-ZYFA_DEVICE int GroupOnDie(int group, int groups) {
-  const int die = group % kXcds;
-  const int more = groups % kXcds;
-  return group / kXcds + die * (groups / kXcds) + (die < more ? die : more);
+ZYFA_DEVICE int GroupOnDie(unsigned group, unsigned groups) {
+  const unsigned die = group % kXcds;
+  const unsigned more = groups % kXcds;
+  return static_cast<int>(group / kXcds + die * (groups / kXcds) +
+                          (die < more ? die : more));
+}
+
+ZYFA_DEVICE int Between(int x, int low, int high) {
+  return x < low ? low : x > high ? high : x;
 }
 
 ZYFA_DEVICE Head HeadOf(Args& args, int index) {
   Head head;
-  head.batch = index / args.heads;
-  head.head = index % args.heads;
-  head.kv_batch = head.batch / (args.batch / args.kv_batch);
-  head.kv_head = head.head / (args.heads / args.kv_heads);
-  head.extent = {Uniform(Global(args.q_offset)[head.batch]),
-                 numerics::Clamp(Uniform(Global(args.q_lengths)[head.batch]), 0,
-                                 args.q_len),
-                 numerics::Clamp(Uniform(Global(args.kv_lengths)[head.batch]),
-                                 0, args.kv_len)};
+  head.batch = rocm::Quotient(index, args.by_heads);
+  head.head = index - head.batch * args.heads;
+  head.kv_batch = rocm::Quotient(head.batch, args.by_batch_group);
+  head.kv_head = rocm::Quotient(head.head, args.by_kv_group);
+  const int q_length = Unwritten(args.q_lengths)[head.batch];
+  const int kv_length = Unwritten(args.kv_lengths)[head.batch];
+  head.q_length = Between(q_length, 0, args.q_len);
+  head.band = numerics::BandOf(args.window_left, args.window_right,
+                               Unwritten(args.q_offset)[head.batch],
+                               Between(kv_length, 0, args.kv_len));
   return head;
-}
-
-// Tiles [begin, end); of these, every query sees [full_begin, full_end) whole.
-struct TileRange {
-  int begin;
-  int end;
-  int full_begin;
-  int full_end;
-};
-
-// The tiles of queries [first, last].
-template <int kKeys>
-ZYFA_DEVICE TileRange TilesOf(numerics::Window window, numerics::Extent extent,
-                              int first, int last) {
-  const KeyRange of_first = numerics::VisibleKeys(window, extent, first);
-  const KeyRange of_last = numerics::VisibleKeys(window, extent, last);
-  // Not their union: between queries that see nothing may be some that do.
-  const KeyRange any = numerics::VisibleKeys(window, extent, first, last);
-  TileRange tiles;
-  tiles.begin = static_cast<int>(any.begin) / kKeys;
-  tiles.end = (static_cast<int>(any.end) + kKeys - 1) / kKeys;
-  const int begin = (static_cast<int>(of_last.begin) + kKeys - 1) / kKeys;
-  const int end = static_cast<int>(of_first.end) / kKeys;
-  const bool some = begin < end && !numerics::IsEmpty(of_first) &&
-                    !numerics::IsEmpty(of_last);
-  tiles.full_begin = some ? begin : tiles.end;
-  tiles.full_end = some ? end : tiles.end;
-  return tiles;
 }
 
 // One wave's work on one block of queries.
@@ -124,67 +133,77 @@ class Wave {
   // Operands that LDS reads are ahead of products, as registers allow.
   static constexpr int kAhead = kOperandBytes * kSteps > 64 ? 2 : 3;
 
-  __attribute__((device, always_inline)) Wave(Args& args, const Head& head,
-                                              int first_query, int lds)
-      : args_(args),
+  __attribute__((device, always_inline)) Wave(const Arrays& arrays,
+                                              const Head& head, int first_query,
+                                              int lds)
+      : arrays_(arrays),
         head_(head),
         slots_{lds, lds + kSlot, lds + 2 * kSlot, lds + 3 * kSlot},
         wave_(Uniform(Thread() / kLanes)),
         lane_(Thread() % kLanes),
         half_(lane_ / kBlock),
-        query_(first_query + wave_ * kBlock + lane_ % kBlock),
-        tiles_(TilesOf<kKeys>({args.window_left, args.window_right},
-                              head.extent, first_query,
-                              LastQuery(first_query, rocm::kQueryBlock))),
-        full_(TilesOf<kKeys>({args.window_left, args.window_right}, head.extent,
-                             first_query + wave_ * kBlock,
-                             LastQuery(first_query + wave_ * kBlock, kBlock))),
-        keys_(FirstRow(args.k, kKeyRow), args.kv_heads * kKeyRow, RowsLeft(),
-              wave_, lane_),
-        values_(FirstRow(args.v, kValueRow), args.kv_heads * kValueRow,
+        trails_(wave_ >= kWaves / 2),
+        first_query_(first_query + wave_ * kBlock),
+        query_(first_query_ + lane_ % kBlock),
+        tiles_(TilesOf(first_query)),
+        keys_(FirstRow(arrays.k, kKeyRow), arrays.kv_heads * kKeyRow,
+              RowsLeft(), wave_, lane_),
+        values_(FirstRow(arrays.v, kValueRow), arrays.kv_heads * kValueRow,
                 RowsLeft(), wave_, lane_),
-        softmax_(LogitFactor()),
+        v_scale_(Unwritten(arrays.v_scale)[KvHead()]),
         ones_(Softmax::SumOperand(lane_)) {}
 
   __attribute__((device, always_inline)) void Run() {
-    if (tiles_.begin < tiles_.end) Attend();
-    Store();
+    if (tiles_.begin < tiles_.end) {
+      Attend();
+    } else {
+      Store();
+    }
   }
 
  private:
   // ---- The schedule
 
   __attribute__((device, always_inline)) void Attend() {
-    const bool trails = wave_ >= kWaves / 2;
-    int tile = tiles_.begin;
-    const int last = tiles_.end - 1;
     for (int i = 0; i < 3; ++i) keys_.StartNext(slots_[i]);
     for (int i = 0; i < 2; ++i) values_.StartNext(ValuesAt(i));
     LoadQueries();
     WaitForCopies<0>();
     Barrier();
-    if (trails) Barrier();
+    if (trails_) Barrier();
 
+    int tile = tiles_.begin;
+    const int last = tiles_.group_end - 1;
     ReadFirstKeys(slots_[0]);
     MultiplyKeys(slots_[0]);
     Barrier();
     for (; tile < last && tile < tiles_.full_begin; ++tile) Step<true>(tile);
     for (; tile < last && tile < tiles_.full_end; ++tile) Step<false>(tile);
     for (; tile < last; ++tile) Step<true>(tile);
+    // The trailing group may still need all of them.
+    if (!kCopiesBesideProducts) StartCopies();
     SoftmaxPhase<true>(tile);
     Barrier();
     MultiplyValues(ValuesAt(0));
+    ScheduleAll(out_);
     WaitForCopies<0>();
     Barrier();
 
-    if (!trails) Barrier();
+    Store();
+    if (!trails_) {
+      Barrier();
+      for (int i = tiles_.group_end; i < tiles_.end; ++i) {
+        Barrier();
+        Barrier();
+      }
+    }
   }
 
   template <bool kMasked>
   __attribute__((device, always_inline)) void Step(int tile) {
     if (!kCopiesBesideProducts) StartCopies();
-    SoftmaxPhase<kMasked>(tile);
     ReadFirstKeys(slots_[1]);
+    SoftmaxPhase<kMasked>(tile);
     WaitForCopies<kCopiesBesideProducts ? 0
                                         : Keys::kCopies + Values::kCopies>();
     Barrier();
@@ -195,11 +214,12 @@ class Wave {
     MultiplyValues(ValuesAt(0));
     ScheduleMatrixPhase();
     SetPriority<0>();
-    Barrier();
-
+    // Here rather than in the longer softmax phase.
     const int free_slot = slots_[0];
     for (int i = 1; i < kSlots; ++i) slots_[i - 1] = slots_[i];
     slots_[kSlots - 1] = free_slot;
+    for (int& slot : slots_) Pin(slot);
+    Barrier();
   }
 
   __attribute__((device, always_inline)) void StartCopies() {
@@ -301,9 +321,7 @@ class Wave {
 
   template <bool kMasked>
   __attribute__((device, always_inline)) void SoftmaxPhase(int tile) {
-    if (kMasked && !(full_.full_begin <= tile && tile < full_.full_end)) {
-      Mask(tile);
-    }
+    if (kMasked) Mask(tile * kKeys);
     softmax_.Step(logits_, [this](float f) {
 #pragma unroll
       for (int block = 0; block < kValueBlocks; ++block) {
@@ -313,114 +331,146 @@ class Wave {
     });
   }
 
-  __attribute__((device, always_inline)) void Mask(int tile) {
-    const KeyRange range = numerics::Within(
-        numerics::VisibleKeys({args_.window_left, args_.window_right},
-                              head_.extent, query_),
-        int64_t{tile} * kKeys, kKeys);
-    const int begin = static_cast<int>(range.begin) - FirstKey(0, half_);
-    const unsigned count = static_cast<unsigned>(range.end - range.begin);
+  // Leaves only what each query sees of the tile from key `first_key` on. Most
+  // blocks are seen by all of the wave's queries or by none.
+  __attribute__((device, always_inline)) void Mask(int first_key) {
+    // Keys are counted from `first_key`.
+    const numerics::Band& band = head_.band;
+    const int last_query = first_query_ + kBlock - 1;
+    const int any_begin = band.Begin(first_query_) - first_key;
+    const int all_begin = band.Begin(last_query) - first_key;
+    const int all_end = band.End(first_query_) - first_key;
+    const int any_end = band.End(last_query) - first_key;
+    const int begin = band.Begin(query_) - first_key;
+    const int end = band.End(query_) - first_key;
 #pragma unroll
     for (int block = 0; block < kKeyBlocks; ++block) {
+      const int first = block * kBlock;
+      const int last = first + kBlock - 1;
+      if (all_begin <= first && last < all_end) continue;
+      F32x16& logits = logits_.blocks[block];
+      if (last < any_begin || any_end <= first) {
+#pragma unroll
+        for (int r = 0; r < 16; ++r) logits[r] = numerics::kNegativeInfinity;
+        continue;
+      }
+      const uint32_t visible =
+          (LowBits(end - first) & ~LowBits(begin - first)) >>
+          FirstKey(0, half_);
 #pragma unroll
       for (int r = 0; r < 16; ++r) {
-        const int key = block * kBlock + FirstKey(r / 4, 0) + r % 4;
-        const bool visible = static_cast<unsigned>(key - begin) < count;
-        logits_.blocks[block][r] =
-            visible ? logits_.blocks[block][r] : numerics::kNegativeInfinity;
+        logits[r] = Select(visible, FirstKey(r / 4, 0) + r % 4, logits[r],
+                           numerics::kNegativeInfinity);
       }
     }
   }
 
   // ---- Queries in, results out
 
-  __attribute__((device, always_inline)) float LogitFactor() {
-    const int scale = args_.q_block > 0 ? QueryRow() / args_.q_block : 0;
-    const float q_scale =
-        Global(args_.q_scale)[Row(head_.batch, args_.heads, head_.head) *
-                                  args_.q_scales +
-                              scale];
-    const float k_scale = Global(
-        args_.k_scale)[Row(head_.kv_batch, args_.kv_heads, head_.kv_head)];
-    const float factor = numerics::LogitFactor(q_scale, k_scale);
-    // Kernels want a factor above zero: its sign goes to the query, and zero
-    // becomes a number that still makes all logits alike.
-    flips_queries_ = factor < 0.0f;
-    return Maximum(__builtin_fabsf(factor), kSmallestFactor);
-  }
-
   __attribute__((device, always_inline)) void LoadQueries() {
-    const auto* source =
-        Global(static_cast<const unsigned char*>(args_.q)) +
-        (Row(head_.batch, args_.q_len, QueryRow()) * args_.heads + head_.head) *
-            kKeyRow +
-        half_ * kOperandBytes;
-    const auto flip =
-        static_cast<int32_t>(flips_queries_ ? Type::kSignBits : 0u);
-    const bool counts = query_ < head_.extent.q_length;
+    const auto* source = Global(static_cast<const unsigned char*>(arrays_.q)) +
+                         Row(QueryRow()) * kKeyRow + half_ * kOperandBytes;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       queries_[step] =
           *reinterpret_cast<const Operand*>(source + step * 2 * kOperandBytes);
+    }
+    const float factor = LogitFactor();
+    // Kernels want a factor above zero: its sign goes to the query, and zero
+    // becomes a number that still makes all logits alike.
+    softmax_.factor = Maximum(__builtin_fabsf(factor), kSmallestFactor);
+    const auto flip =
+        static_cast<int32_t>(factor < 0.0f ? Type::kSignBits : 0u);
+    const bool counts = query_ < head_.q_length;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
       queries_[step] = counts ? queries_[step] ^ flip : Operand{};
     }
   }
 
+  __attribute__((device, always_inline)) float LogitFactor() const {
+    const auto* scales =
+        arrays_.q_scale +
+        Offset(head_.batch, arrays_.heads, head_.head) * arrays_.q_scales;
+    const float q_scale = arrays_.q_block > 0
+                              ? Global(scales)[QueryRow() / arrays_.q_block]
+                              : Unwritten(scales)[0];
+    return numerics::LogitFactor(q_scale, Unwritten(arrays_.k_scale)[KvHead()]);
+  }
+
   __attribute__((device, always_inline)) void Store() {
-    // Read once more, so that it takes no registers until now.
-    Args& args = Reread(args_);
     const float total = softmax_.TotalSum();
-    if (query_ >= args.q_len) return;
-    const bool empty =
-        query_ >= head_.extent.q_length || softmax_.max == kLowestMax;
     // Logits that have no code may leave nothing of a query that sees keys.
     const float sum = total == 0.0f ? __builtin_nanf("") : total;
-    const float v_scale =
-        Global(args.v_scale)[Row(head_.kv_batch, args.kv_heads, head_.kv_head)];
-    const float weight = v_scale / sum;
-    const int64_t row =
-        Row(head_.batch, args.q_len, query_) * args.heads + head_.head;
+    const float weight = v_scale_ * Reciprocal(sum);
+    const bool empty = query_ >= head_.q_length || softmax_.max == kLowestMax;
+#pragma unroll
+    for (int block = 0; block < kValueBlocks; ++block) out_[block] *= weight;
+    if (AnyLane(empty)) {
+#pragma unroll
+      for (int block = 0; block < kValueBlocks; ++block) {
+#pragma unroll
+        for (int r = 0; r < 16; ++r) {
+          out_[block][r] = empty ? 0.0f : out_[block][r];
+        }
+      }
+    }
+    if (query_ >= arrays_.q_len) return;
+    if (half_ == 0) {
+      const float lse = (softmax_.max + Log2(sum) - Softmax::kLog2Scale) *
+                        static_cast<float>(numerics::kLn2);
+      Global(arrays_.lse)[Offset(head_.batch, arrays_.heads, head_.head) *
+                              arrays_.q_len +
+                          query_] = empty ? numerics::kNegativeInfinity : lse;
+    }
+    const uint64_t row = Row(query_) * kValueDim;
+    switch (arrays_.out_type) {
+      case rocm::OutType::kF32:
+        StoreRow(static_cast<float*>(arrays_.out) + row);
+        break;
+      case rocm::OutType::kBF16:
+        StoreRow<BF16>(static_cast<uint16_t*>(arrays_.out) + row);
+        break;
+      case rocm::OutType::kF16:
+        StoreRow<F16>(static_cast<uint16_t*>(arrays_.out) + row);
+        break;
+    }
+  }
+
+  // A lane has four consecutive numbers in every eight.
+  __attribute__((device, always_inline)) void StoreRow(float* row) const {
 #pragma unroll
     for (int block = 0; block < kValueBlocks; ++block) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        F32x4 out;
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          out[r] = empty ? 0.0f : out_[block][4 * i + r] * weight;
-        }
-        StoreFour(args, row * kValueDim + block * kBlock + FirstKey(i, half_),
-                  out);
+        const F32x16& x = out_[block];
+        *reinterpret_cast<GlobalPointer<F32x4>>(Global(row) + block * kBlock +
+                                                FirstKey(i, half_)) = {
+            x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]};
       }
-    }
-    if (half_ == 0) {
-      const float lse = (softmax_.max + Log2(sum) - Softmax::kLog2Scale) *
-                        static_cast<float>(numerics::kLn2);
-      Global(args.lse)[Row(head_.batch, args.heads, head_.head) * args.q_len +
-                       query_] = empty ? numerics::kNegativeInfinity : lse;
     }
   }
 
-  __attribute__((device, always_inline)) static void StoreFour(Args& args,
-                                                               int64_t at,
-                                                               F32x4 out) {
-    const F32x2 low = {out[0], out[1]};
-    const F32x2 high = {out[2], out[3]};
-    switch (args.out_type) {
-      case rocm::OutType::kF32:
-        *reinterpret_cast<GlobalPointer<F32x4>>(
-            Global(static_cast<float*>(args.out)) + at) = out;
-        break;
-      case rocm::OutType::kBF16:
-        *reinterpret_cast<GlobalPointer<I32x2>>(
-            Global(static_cast<__bf16*>(args.out)) + at) = {BF16::Pack(low),
-                                                            BF16::Pack(high)};
-        break;
-      case rocm::OutType::kF16:
-        *reinterpret_cast<GlobalPointer<I32x2>>(
-            Global(static_cast<_Float16*>(args.out)) + at) = {F16::Pack(low),
-                                                              F16::Pack(high)};
-        break;
+  // The halves of a query trade fours, so that each stores eight at a time.
+  template <class OutType>
+  __attribute__((device, always_inline)) void StoreRow(uint16_t* row) const {
+#pragma unroll
+    for (int block = 0; block < kValueBlocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        I32x4 eight;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const F32x16& x = out_[block];
+          const int r = 4 * i + 2 * j;
+          const I32x2 traded = SwapHalves(OutType::Pack({x[r], x[r + 1]}),
+                                          OutType::Pack({x[r + 4], x[r + 5]}));
+          eight[j] = traded[0];
+          eight[j + 2] = traded[1];
+        }
+        *reinterpret_cast<GlobalPointer<I32x4>>(Global(row) + block * kBlock +
+                                                (i + half_) * 8) = eight;
+      }
     }
   }
 
@@ -428,35 +478,86 @@ class Wave {
 
   static constexpr float kSmallestFactor = 1e-37f;
 
-  __attribute__((device, always_inline)) static int64_t Row(int outer, int size,
-                                                            int inner) {
-    return int64_t{outer} * size + inner;
+  static __attribute__((device, always_inline)) uint64_t Offset(int outer,
+                                                                int size,
+                                                                int inner) {
+    return uint64_t{static_cast<uint32_t>(outer)} *
+               static_cast<uint32_t>(size) +
+           static_cast<uint32_t>(inner);
+  }
+
+  // Where a query's row of this head lies among those of `q` and `out`.
+  __attribute__((device, always_inline)) uint64_t Row(int query) const {
+    return Offset(head_.batch, arrays_.q_len, query) *
+               static_cast<uint32_t>(arrays_.heads) +
+           static_cast<uint32_t>(head_.head);
   }
 
   // The query whose memory this lane reads: its own, or the last.
   __attribute__((device, always_inline)) int QueryRow() const {
-    return query_ < args_.q_len ? query_ : args_.q_len - 1;
+    return query_ < arrays_.q_len ? query_ : arrays_.q_len - 1;
+  }
+
+  __attribute__((device, always_inline)) int KvHead() const {
+    return head_.kv_batch * arrays_.kv_heads + head_.kv_head;
+  }
+
+  // Tiles [begin, end) of the workgroup; this wave's group needs those before
+  // group_end, of which it sees [full_begin, full_end) whole.
+  struct TileRange {
+    int begin;
+    int end;
+    int group_end;
+    int full_begin;
+    int full_end;
+  };
+
+  __attribute__((device, always_inline)) TileRange
+  TilesOf(int first_query) const {
+    constexpr int kGroup = rocm::kQueryBlock / 2;
+    const numerics::Band& band = head_.band;
+    const int first_of_group = first_query + (trails_ ? kGroup : 0);
+    const int last = Last(first_query, rocm::kQueryBlock);
+    const int last_of_group = Last(first_of_group, kGroup);
+    const int end = band.End(last);
+    const bool some =
+        (first_query < head_.q_length) & (band.Begin(first_query) < end);
+    TileRange tiles;
+    tiles.begin = FloorTiles(band.Begin(first_query));
+    tiles.end = some ? CeilTiles(end) : tiles.begin;
+    // No group has less than one tile: both start the copies that both need.
+    const int group_end = CeilTiles(band.End(last_of_group));
+    tiles.group_end =
+        Between(trails_ ? tiles.end : group_end, tiles.begin + 1, tiles.end);
+    tiles.full_begin = CeilTiles(band.Begin(last_of_group));
+    tiles.full_end = FloorTiles(band.End(first_of_group));
+    return tiles;
+  }
+
+  static __attribute__((device, always_inline)) int FloorTiles(int keys) {
+    return static_cast<int>(static_cast<unsigned>(keys) / kKeys);
+  }
+  static __attribute__((device, always_inline)) int CeilTiles(int keys) {
+    return FloorTiles(keys + kKeys - 1);
   }
 
   // The last of `count` queries from `first` that counts.
-  __attribute__((device, always_inline)) int LastQuery(int first,
-                                                       int count) const {
-    const int end = static_cast<int>(head_.extent.q_length);
-    const int last = first + count < end ? first + count - 1 : end - 1;
-    return last > first ? last : first;
+  __attribute__((device, always_inline)) int Last(int first, int count) const {
+    const int last = first + count - 1;
+    return last < head_.q_length ? last : head_.q_length - 1;
   }
 
   // Row and count of the keys, or values, from the first tile on.
   __attribute__((device, always_inline)) const unsigned char* FirstRow(
       const void* array, int row_bytes) const {
     return static_cast<const unsigned char*>(array) +
-           (Row(head_.kv_batch, args_.kv_len, tiles_.begin * kKeys) *
-                args_.kv_heads +
-            head_.kv_head) *
+           (Offset(head_.kv_batch, arrays_.kv_len, tiles_.begin * kKeys) *
+                static_cast<uint32_t>(arrays_.kv_heads) +
+            static_cast<uint32_t>(head_.kv_head)) *
                row_bytes;
   }
   __attribute__((device, always_inline)) int RowsLeft() const {
-    return static_cast<int>(head_.extent.kv_length) - tiles_.begin * kKeys;
+    return head_.band.kv_length - tiles_.begin * kKeys;
   }
 
   __attribute__((device, always_inline)) int ValuesAt(int i) const {
@@ -473,22 +574,23 @@ class Wave {
     for (int j = 0; j < 4; ++j) to[4 * i + j] = part[j];
   }
 
-  Args& args_;
+  const Arrays arrays_;
   const Head& head_;
   int slots_[kSlots];  // where keys and values of this tile and the next are
   int wave_;
   int lane_;
   int half_;
-  int query_;
-  TileRange tiles_;  // of the workgroup
-  TileRange full_;   // of the wave
+  bool trails_;      // is of the group that is a phase behind
+  int first_query_;  // of the wave
+  int query_;        // of the lane
+  TileRange tiles_;
   TileCopies<Keys> keys_;
   TileCopies<Values> values_;
-  bool flips_queries_;
   Operand queries_[kSteps];
   Operand first_keys_[kAhead];
   Logits<Type> logits_;
   Softmax softmax_;
+  float v_scale_;
   I32x8 ones_;
   F32x16 out_[kValueBlocks] = {};
 };
@@ -496,22 +598,23 @@ class Wave {
 template <class Type, int kHeadDim>
 ZYFA_DEVICE void Attention() {
   Args& args = KernelArgument<AttentionArgs>();
+  const Arrays arrays = ArraysOf(args);
   __attribute__((
       shared)) static unsigned char lds[Wave<Type, kHeadDim>::kLdsBytes];
   const int blocks = (args.q_len + rocm::kQueryBlock - 1) / rocm::kQueryBlock;
-  const int per_head =
-      (blocks + args.blocks_per_group - 1) / args.blocks_per_group;
+  const int per_head = args.groups_per_head;
   const int group = GroupOnDie(Group(), args.batch * args.heads * per_head);
-  const Head head = HeadOf(args, group / per_head);
+  const int head_index = rocm::Quotient(group, args.by_groups_per_head);
+  const Head head = HeadOf(args, head_index);
 
   // The longest first; with two, the shortest after it.
-  const int early = group % per_head;
+  const int early = group - head_index * per_head;
   const int late = blocks - 1 - early;
   const int lds_start = LdsAddress(lds);
-  Wave<Type, kHeadDim>(args, head, late * rocm::kQueryBlock, lds_start).Run();
+  Wave<Type, kHeadDim>(arrays, head, late * rocm::kQueryBlock, lds_start).Run();
   if (args.blocks_per_group == 2 && early != late) {
-    Wave<Type, kHeadDim>(Reread(args), head, early * rocm::kQueryBlock,
-                         lds_start)
+    Wave<Type, kHeadDim>(ArraysOf(Reread(args)), head,
+                         early * rocm::kQueryBlock, lds_start)
         .Run();
   }
 }

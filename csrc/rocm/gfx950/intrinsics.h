@@ -55,6 +55,19 @@ ZYFA_DEVICE Constant<T>& Reread(Constant<T>& argument) {
   return *pointer;
 }
 
+// Of `x`, the same in all lanes, the compiler must have computed or read the
+// value here, and cannot do it later.
+template <class T>
+ZYFA_DEVICE void Pin(T& x) {
+  asm volatile("" : "+s"(x));
+}
+
+// Memory that no kernel writes while this one runs: read by the scalar unit.
+template <class T>
+ZYFA_DEVICE Constant<T>* Unwritten(const T* pointer) {
+  return (Constant<T>*)pointer;
+}
+
 // A pointer to device memory, of which the compiler knows that it is one.
 template <class T>
 using GlobalPointer = __attribute__((address_space(1))) T*;
@@ -96,6 +109,10 @@ ZYFA_DEVICE void ScheduleAll(T (&x)[8]) {
   asm volatile(""
                : "+v"(x[0]), "+v"(x[1]), "+v"(x[2]), "+v"(x[3]), "+v"(x[4]),
                  "+v"(x[5]), "+v"(x[6]), "+v"(x[7]));
+}
+// These are computed here, not where they are used.
+ZYFA_DEVICE void ScheduleAll(F32x16 (&x)[4]) {
+  asm volatile("" : "+v"(x[0]), "+v"(x[1]), "+v"(x[2]), "+v"(x[3]));
 }
 // Instructions stay on their side.
 ZYFA_DEVICE void ScheduleFence() { __builtin_amdgcn_sched_barrier(0); }
@@ -170,11 +187,32 @@ ZYFA_DEVICE I32x2 ReadTransposed16(int address, int offset) {
 
 // ---- Between lanes
 
-// The value of the lane in the other half, and this lane's own, in some order.
+// The lower half receives its own `a` and the upper half's; the upper half, the
+// lower half's `b` and its own.
+ZYFA_DEVICE I32x2 SwapHalves(int32_t a, int32_t b) {
+  const auto both = __builtin_amdgcn_permlane32_swap(a, b, false, false);
+  return {static_cast<int32_t>(both[0]), static_cast<int32_t>(both[1])};
+}
+// The value of the lower half's lane and that of the upper half's.
 ZYFA_DEVICE F32x2 BothHalves(float x) {
-  const auto both = __builtin_amdgcn_permlane32_swap(
-      BitCast<uint32_t>(x), BitCast<uint32_t>(x), false, false);
-  return {BitCast<float>(both[0]), BitCast<float>(both[1])};
+  return BitCast<F32x2>(SwapHalves(BitCast<int32_t>(x), BitCast<int32_t>(x)));
+}
+
+// ---- Bits
+
+// The lowest `count` bits; none below 0, all beyond 31.
+ZYFA_DEVICE uint32_t LowBits(int count) {
+  const int bits = count < 0 ? 0 : count > 32 ? 32 : count;
+  return static_cast<uint32_t>((uint64_t{1} << bits) - 1);
+}
+
+// `x` where bit `bit` of `mask` is set, else `other`: two instructions, and no
+// wait for a scalar register as after a comparison.
+ZYFA_DEVICE float Select(uint32_t mask, int bit, float x, float other) {
+  const auto all = static_cast<uint32_t>(
+      __builtin_amdgcn_sbfe(static_cast<int32_t>(mask), bit, 1));
+  return BitCast<float>((all & BitCast<uint32_t>(x)) |
+                        (~all & BitCast<uint32_t>(other)));
 }
 
 // ---- Arithmetic
@@ -194,6 +232,7 @@ ZYFA_DEVICE F16x2 Fma(F16x2 a, F16x2 b, F16x2 c) {
   return __builtin_elementwise_fma(a, b, c);
 }
 ZYFA_DEVICE float Exp2(float x) { return __builtin_amdgcn_exp2f(x); }
+ZYFA_DEVICE float Reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }
 ZYFA_DEVICE float Log2(float x) { return __builtin_amdgcn_logf(x); }
 
 // Clamped to [0, 1], times 65535, rounded: two of them.

@@ -115,6 +115,7 @@ class TileCopies {
     }
     rows_ -= Tile::kRows;
     source_ += static_cast<uint32_t>(Tile::kRows * stride_);
+    Pin(source_);
   }
 
  private:

@@ -62,36 +62,37 @@ struct Fp8Softmax {
   float max = kLowestMax;
   float sum = 0.0f;
 
-  __attribute__((device)) explicit Fp8Softmax(float the_factor)
-      : factor(the_factor) {}
-
   // Makes `codes` and `exponent` of a tile's dot products, and calls
   // rescale(f) if what was summed up so far must be multiplied by f.
   template <class Rescale>
   __attribute__((device, always_inline)) void Step(const Logits<Fp8>& logits,
                                                    Rescale rescale) {
     sum += tile_sum[0] * BitCast<float>(exponent << 23);
-    const float tile_max = Maximum(LargestOf(logits) * factor, kLowestMax);
-    const float new_max = Maximum(max, tile_max);
-    if (AnyLane(new_max != max)) {
-      const float f = Exp2(max - new_max);
-      sum *= f;
-      rescale(f);
-      max = new_max;
-    }
+    const float limit = max + Slack(sum);
+    const float tile_max = LargestOf(logits) * factor;
+    const float new_max = tile_max <= limit ? max : tile_max;
     const float shift =
-        __builtin_fminf(__builtin_truncf(max - tile_max),
+        __builtin_fminf(__builtin_floorf(new_max - tile_max),
                         static_cast<float>(numerics::kLargestBlockShift));
     exponent = 127 - static_cast<int>(shift);
 
 #pragma unroll
     for (int block = 0; block < Fp8::kKeys / kBlock; ++block) {
+      const float reference = new_max - shift;
       const I32x4 part =
           block < kChordBlocks
-              ? Codes<numerics::ChordCode>(logits.blocks[block], max - shift)
-              : Codes<numerics::LinearCode>(logits.blocks[block], max - shift);
+              ? Codes<numerics::ChordCode>(logits.blocks[block], reference)
+              : Codes<numerics::LinearCode>(logits.blocks[block], reference);
 #pragma unroll
       for (int i = 0; i < 4; ++i) codes[block / 2][block % 2 * 4 + i] = part[i];
+    }
+
+    // Last, so that the codes need not wait for the branch.
+    if (__builtin_expect(AnyLane(new_max != max), false)) {
+      const float f = Exp2(max - new_max);
+      sum *= f;
+      rescale(f);
+      max = new_max;
     }
   }
 
@@ -112,6 +113,16 @@ struct Fp8Softmax {
   }
 
  private:
+  // How far a logit may exceed `max` before that moves: as long as its
+  // probability is at most 1/32 of the row's sum, to within 6 %. The bits of a
+  // float32 are nearly linear in its logarithm.
+  static __attribute__((device, always_inline)) float Slack(float sum) {
+    constexpr float kLog2Share = 5.0f;
+    const auto bits = static_cast<float>(BitCast<int32_t>(sum));
+    return __builtin_fmaxf(
+        Fma(bits, 0x1p-23f, -(127.0f + kLog2Scale + kLog2Share)), 0.0f);
+  }
+
   // An instruction right after the one it waits for stalls, so each of the
   // steps below is done for all numbers before the next.
 
@@ -196,9 +207,6 @@ struct ExactSoftmax {
   float sums[2] = {};  // of this lane's keys
   float factor;
   float max = kLowestMax;
-
-  __attribute__((device)) explicit ExactSoftmax(float the_factor)
-      : factor(the_factor) {}
 
   template <class Rescale>
   __attribute__((device, always_inline)) void Step(const Logits<Type>& logits,

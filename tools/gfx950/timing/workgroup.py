@@ -47,8 +47,8 @@ def record(
     args = AttentionArgs(
         batch=1, kv_batch=1, q_len=tokens, kv_len=kv_tokens, heads=1, kv_heads=1,
         window_left=-1, window_right=0 if causal else -1, q_scales=1, out_type=1,
-        blocks_per_group=1,
     )  # fmt: skip
+    args.set_geometry()
     memory = Memory()
     address = 1 << 32
     for name, array in arrays.items():
