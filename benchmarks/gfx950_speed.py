@@ -44,24 +44,31 @@ def show(console: Console, found: dict[str, Kernel]) -> None:
 
 
 def share(
-    kernel: whole.Traced, c: whole.Constants, tokens: int, random: bool = False
+    kernel: whole.Traced,
+    c: whole.Constants,
+    tokens: int,
+    random: bool = False,
+    causal: bool = True,
 ) -> float:
     """Of the dense peak measured, for one batch entry of `HEADS` heads."""
     from tools.gfx950.timing import whole
 
     factor, _ = whole.calibrate(c)
-    rescaling = kernel.cost(c, rescales=True) if random else None
-    speed = whole.tflops(kernel.cost(c), kernel.work(tokens, HEADS), c, rescaling)
+    work = kernel.work(tokens, HEADS, causal)
+    rescaling = kernel.rescaling(c, work) if random else None
+    speed = whole.tflops(kernel.cost(c, causal=causal), work, c, rescaling)
     return factor * speed / kernel.peak(c)
 
 
-def public_share(number: int, c: whole.Constants, tokens: int) -> float:
-    """The same of a public kernel, as if it were causal."""
+def public_share(
+    number: int, c: whole.Constants, tokens: int, causal: bool = True
+) -> float:
+    """The same of a public kernel."""
     from tools.gfx950.timing import whole
 
     factor, found = whole.calibrate(c)
     kernel, cost = found[number].kernel, found[number].cost
-    work = whole.Work(tokens, HEADS, kernel.head_dim, kernel.keys)
+    work = whole.Work(tokens, HEADS, kernel.head_dim, kernel.keys, causal)
     peak = c.dense_fp8_tflops if kernel.fp8 else c.dense_bf16_tflops
     return factor * whole.tflops(cost, work, c) / peak
 

@@ -8,6 +8,8 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from ..calls import QUERY_BLOCK, Shape
 from ..decode import Kernel
 from .compute_unit import CATEGORIES, Timing, simulate
@@ -40,16 +42,23 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Causal attention of one batch entry."""
+    """Attention of one batch entry."""
 
     tokens: int
     heads: int
     head_dim: int
     keys: int  # of a tile
+    causal: bool = True
 
     @property
     def flops(self) -> float:
-        return self.heads * self.tokens**2 * (self.head_dim + 128)
+        """Half of the square counts if causal."""
+        square = self.heads * self.tokens**2 * (self.head_dim + 128)
+        return square if self.causal else 2 * square
+
+    def full_tiles(self, block: int) -> int:
+        """Of a block of queries: the tiles that all of them see whole."""
+        return (block * QUERY_BLOCK if self.causal else self.tokens) // self.keys
 
 
 def _difference(
@@ -73,34 +82,43 @@ class Traced:
         self.kernel = kernel
         self.shape = Shape.of(kernel.name)
         self.keys = keys_of_tile(self.shape)
-        self._traces: dict[tuple[bool, int], list[Trace]] = {}
-        self._costs: dict[tuple[Constants, bool], Cost] = {}
+        self.fp8 = self.shape.dtype.itemsize == 1
+        self._traces: dict[tuple[bool, bool, int], list[Trace]] = {}
+        self._costs: dict[tuple[Constants, bool, bool], Cost] = {}
 
-    def traces(self, rescales: bool, tokens: int) -> list[Trace]:
-        key = rescales, tokens
+    def traces(self, tokens: int, rescales: bool, causal: bool) -> list[Trace]:
+        key = rescales, causal, tokens
         if key not in self._traces:
-            self._traces[key] = record(self.kernel, tokens, rescales=rescales)
+            self._traces[key] = record(
+                self.kernel, tokens, causal=causal, rescales=rescales
+            )
         return self._traces[key]
 
-    def cost(self, c: Constants, rescales: bool = False) -> Cost:
+    def cost(self, c: Constants, rescales: bool = False, causal: bool = True) -> Cost:
         """With `rescales`, every tile moves every query's maximum."""
-        key = c, rescales
+        key = c, rescales, causal
         if key not in self._costs:
-            self._costs[key] = self._cost(c, rescales)
+            self._costs[key] = self._cost(*key)
         return self._costs[key]
 
-    def _cost(self, c: Constants, rescales: bool) -> Cost:
-        few, many = (self.traces(rescales, n) for n in (self.FEW, self.MANY))
+    def _cost(self, c: Constants, rescales: bool, causal: bool) -> Cost:
+        few, many = (self.traces(n, rescales, causal) for n in (self.FEW, self.MANY))
         timing, cost = _difference(few, many, (self.MANY - self.FEW) // self.keys, c)
-        full = (self.FEW - QUERY_BLOCK) // self.keys
+        full = (self.FEW - (QUERY_BLOCK if causal else 0)) // self.keys
         return dataclasses.replace(cost, block=timing.cycles - full * cost.tile)
 
-    def work(self, tokens: int, heads: int) -> Work:
-        return Work(tokens, heads, self.shape.head_dim, self.keys)
+    def rescaling(self, c: Constants, work: Work) -> list[float]:
+        """Cycles that a block of n full tiles takes more, for every n, if the logits
+        are random."""
+        tiles = work.full_tiles(math.ceil(work.tokens / QUERY_BLOCK))
+        each = self.cost(c, rescales=True).tile - self.cost(c).tile
+        return [each * n for n in moved_maxima(self.fp8, self.keys, tiles)]
+
+    def work(self, tokens: int, heads: int, causal: bool = True) -> Work:
+        return Work(tokens, heads, self.shape.head_dim, self.keys, causal)
 
     def peak(self, c: Constants) -> float:
-        fp8 = self.shape.dtype.itemsize == 1
-        return c.dense_fp8_tflops if fp8 else c.dense_bf16_tflops
+        return c.dense_fp8_tflops if self.fp8 else c.dense_bf16_tflops
 
 
 def public_cost(kernel: Public, c: Constants) -> Cost:
@@ -109,18 +127,37 @@ def public_cost(kernel: Public, c: Constants) -> Cost:
     return dataclasses.replace(cost, block=PUBLIC_BLOCK)
 
 
-def random_rescaling(tile: int) -> float:
-    """The chance that a workgroup's tile moves the maximum of one of its 256 queries,
-    for random logits, when `tile` tiles came before."""
-    return 1 - (1 - 1 / (tile + 1)) ** QUERY_BLOCK
+@functools.lru_cache
+def moved_maxima(fp8: bool, keys: int, tiles: int) -> tuple[float, ...]:
+    """Of the first 0, 1, .. `tiles` tiles, in how many one of a workgroup's queries
+    moves its maximum: the mean over a few workgroups whose logits are standard normal.
+
+    The FP8 kernels move it when a probability exceeds 1/32 of the row's sum, the
+    others when it exceeds 2^8 of its old maximum's.
+    """
+    rng = np.random.default_rng(0)
+    samples, moved = 4, np.zeros(tiles + 1)
+    for _ in range(samples):
+        top = np.full(QUERY_BLOCK, -np.inf, np.float32)
+        total = np.zeros(QUERY_BLOCK, np.float32)
+        for tile in range(tiles):
+            logits = rng.standard_normal((QUERY_BLOCK, keys), np.float32)
+            logits *= np.float32(np.log2(np.e))
+            largest = logits.max(axis=1)
+            slack = np.log2(np.maximum(total, 32)) - 5 if fp8 else 8
+            moves = largest > top + slack
+            moved[tile + 1] += moves.any()
+            new = np.where(moves, largest, top)
+            total = total * np.exp2(top - new) + np.exp2(logits - new[:, None]).sum(1)
+            top = new
+    return tuple(np.cumsum(moved) / samples)
 
 
-def block_cycles(cost: Cost, full_tiles: float, rescaling: Cost | None = None) -> float:
-    cycles = cost.block + full_tiles * cost.tile
-    if rescaling is not None:
-        more = sum(random_rescaling(i) for i in range(int(full_tiles)))
-        cycles += more * (rescaling.tile - cost.tile)
-    return cycles
+def block_cycles(
+    cost: Cost, full_tiles: int, rescaling: Sequence[float] | None = None
+) -> float:
+    more = rescaling[full_tiles] if rescaling else 0.0
+    return cost.block + full_tiles * cost.tile + more
 
 
 def makespan(groups: Iterable[float], c: Constants) -> float:
@@ -135,16 +172,14 @@ def makespan(groups: Iterable[float], c: Constants) -> float:
 
 
 def groups_of(
-    cost: Cost, work: Work, c: Constants, rescaling: Cost | None = None
+    cost: Cost, work: Work, c: Constants, rescaling: Sequence[float] | None = None
 ) -> list[float]:
-    """The launch's workgroups in order: blocks in pairs, long with short, if these
-    still fill the machine twice (as the package does), else the longest first."""
+    """The launch's workgroups in order: causal blocks in pairs, long with short, if
+    these still fill the machine twice (as the package does), else the longest first."""
     blocks = math.ceil(work.tokens / QUERY_BLOCK)
-    time = [
-        block_cycles(cost, i * QUERY_BLOCK // work.keys, rescaling)
-        for i in range(blocks)
-    ]
-    if work.heads * ((blocks + 1) // 2) >= 2 * c.compute_units:
+    time = [block_cycles(cost, work.full_tiles(i), rescaling) for i in range(blocks)]
+    pairs = work.heads * ((blocks + 1) // 2) >= 2 * c.compute_units
+    if work.causal and pairs:
         one = [
             time[blocks - 1 - i] + (time[i] if i != blocks - 1 - i else 0.0)
             for i in range((blocks + 1) // 2)
@@ -163,7 +198,7 @@ def groups_of(
 
 
 def tflops(
-    cost: Cost, work: Work, c: Constants, rescaling: Cost | None = None
+    cost: Cost, work: Work, c: Constants, rescaling: Sequence[float] | None = None
 ) -> float:
     seconds = makespan(groups_of(cost, work, c, rescaling), c) / (c.clock_ghz * 1e9)
     return work.flops / seconds / 1e12
