@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+import zyfa_jax
 from zyfa_jax import _ffi
 
-from . import gfx950_speed
+from . import gfx950_speed, plot
 
 if TYPE_CHECKING:
     from tools import gfx950
+
+FORMAT = 1
+"""Of the report: goes up where a reader of it would have to change."""
 
 # From a disassembly of AITER's FP8 v3 causal kernel, for 32 queries and 128 keys.
 AITER = "AITER FP8 128x128"
@@ -143,11 +149,13 @@ def kernels() -> dict[str, gfx950.Kernel]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    del parser
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where a report goes")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="PNG, SVG or PDF")
 
 
 def run(args: argparse.Namespace) -> int:
-    del args
+    if args.picture is not None:
+        plot.check(args.picture)
     console = Console()
     found = kernels()
     console.print(_resources(found))
@@ -157,7 +165,23 @@ def run(args: argparse.Namespace) -> int:
         if name.startswith("zyfa_attention_") and "_f16_" not in name
     }
     console.print(_mixes({AITER: aiter_mix()} | mixes))
-    gfx950_speed.show(console, found)
+    prediction = gfx950_speed.Prediction.of(found)
+    prediction.show(console)
+    if args.json is not None:
+        report = {
+            "format": FORMAT,
+            "command": "benchmarks gfx950",
+            "zyfa_jax": zyfa_jax.__version__,
+            "tiles": {
+                name: {"keys": x.keys, "instructions": dict(x.kinds)}
+                for name, x in (mixes | {AITER: aiter_mix()}).items()
+            },
+            "prediction": dataclasses.asdict(prediction),
+        }
+        args.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    if args.picture is not None:
+        title = "gfx950 by the cycle model (no time was measured), random logits"
+        plot.save(args.picture, title, prediction.picture())
     return 0
 
 

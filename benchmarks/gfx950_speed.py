@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+
+from . import plot
 
 if TYPE_CHECKING:
     from tools.gfx950 import Kernel
@@ -25,22 +30,178 @@ PREFIX = "zyfa_attention_"
 BAR = 20
 
 
-def show(console: Console, found: dict[str, Kernel]) -> None:
-    from tools.gfx950.timing import constants, whole
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """Of the dense peak measured, at some lengths.
 
-    kernels = {
-        name: whole.Traced(found[PREFIX + name])
-        for name in KERNELS
-        if PREFIX + name in found
-    }
-    sets = {
+    Attributes:
+      kernel: of the package, or a public one.
+      logits: whether a tile moves a maximum: "stays", "random"; "" for public ones.
+      causal: half of the square counts.
+      values: (tokens, nominal, lowest, highest).
+    """
+
+    kernel: str
+    logits: str
+    causal: bool
+    values: tuple[tuple[int, float, float, float], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """Everything that the cycle model says of the kernels.
+
+    Attributes:
+      factors: by which published speeds exceed the model's, for each set of constants.
+      calibration: (public kernel, published TFLOP/s, the model's with each factor).
+      shares: of kernels of the package and of public ones.
+      parts: where the cycles of a full tile go, by kernel; and how many there are.
+    """
+
+    factors: dict[str, float]
+    calibration: list[tuple[str, tuple[float, float], list[float]]]
+    shares: list[Share]
+    parts: dict[str, tuple[float, dict[str, float]]]
+
+    @classmethod
+    def of(cls, found: dict[str, Kernel]) -> Prediction:
+        from tools.gfx950.timing import whole
+
+        sets = constant_sets()
+        calibrated = {name: whole.calibrate(c) for name, c in sets.items()}
+        calibration = [
+            (
+                x.kernel.name,
+                x.kernel.published,
+                [f * kernels[i].modelled for f, kernels in calibrated.values()],
+            )
+            for i, x in enumerate(calibrated["nominal"][1])
+        ]
+        kernels = traced(found)
+        shares = []
+        for causal in (True, False):
+            for i, public in enumerate(whole.PUBLIC):
+                shares.append(
+                    _share(public.name, "", causal, functools.partial(public_share, i))
+                )
+            for name, kernel in kernels.items():
+                for logits in ("stays", "random"):
+                    at = functools.partial(share, kernel, random=logits == "random")
+                    shares.append(_share(name, logits, causal, at))
+        costs = {x.kernel.name: x.cost for x in calibrated["nominal"][1]}
+        costs |= {
+            name: kernel.cost(sets["nominal"]) for name, kernel in kernels.items()
+        }
+        return cls(
+            {name: factor for name, (factor, _) in calibrated.items()},
+            calibration,
+            shares,
+            {
+                name: (cost.tile, {k: v / cost.tile for k, v in cost.parts.items()})
+                for name, cost in costs.items()
+            },
+        )
+
+    def show(self, console: Console) -> None:
+        console.print(self._calibration())
+        for causal in (True, False):
+            console.print(self._shares(causal))
+        console.print(self._parts())
+
+    def picture(self) -> list[plot.Panel]:
+        chosen = ("AITER FP8 v3", "MHA v4, FP8", "AITER BF16 v3")
+        panels: list[plot.Panel] = []
+        for causal in (True, False):
+            lines = [
+                plot.Line(
+                    x.kernel,
+                    [(n, 100 * value) for n, value, _, _ in x.values],
+                    [(n, 100 * a, 100 * b) for n, _, a, b in x.values if x.logits],
+                    peer=not x.logits,
+                )
+                for x in self.shares
+                if x.causal == causal
+                and (x.logits == "random" or x.kernel in chosen)
+                and "192" not in x.kernel
+            ]
+            title = "causal" if causal else "no mask"
+            panels.append(plot.Lines(title, "% of the dense peak", lines[::-1]))
+        cycles = {
+            name: {kind: 100 * x for kind, x in parts.items()}
+            for name, (_, parts) in self.parts.items()
+        }
+        panels.append(plot.Stacks("a full tile, two waves", "% of its cycles", cycles))
+        return panels
+
+    def _calibration(self) -> Table:
+        table = Table(title="Calibration: TFLOP/s, model x factor")
+        table.add_column("public kernel", no_wrap=True)
+        table.add_column("published", justify="right")
+        for name, factor in self.factors.items():
+            table.add_column(f"{name} (x {factor:.2f})", justify="right")
+        for name, (low, high), values in self.calibration:
+            middle = math.sqrt(low * high)
+            published = f"{low:.0f}" if low == high else f"{low:.0f}-{high:.0f}"
+            cells = (f"{x:.0f} ({x / middle - 1:+.0%})" for x in values)
+            table.add_row(name, published, *cells)
+        return table
+
+    def _shares(self, causal: bool) -> Table:
+        mask = "causal" if causal else "no mask"
+        title = f"% of peak, {mask}, {HEADS} heads: model x factor (and its range)"
+        table = Table(title=title)
+        table.add_column("kernel", no_wrap=True)
+        table.add_column("maximum", no_wrap=True)
+        for tokens in LENGTHS:
+            table.add_column(f"{tokens // 1024}k", justify="right")
+        for x in self.shares:
+            if x.causal == causal:
+                cells = (
+                    f"{100 * value:.0f} ({100 * low:.0f}-{100 * high:.0f})"
+                    for _, value, low, high in x.values
+                )
+                table.add_row(x.kernel, x.logits, *cells)
+        return table
+
+    def _parts(self) -> Table:
+        names = ", ".join(next(iter(self.parts.values()))[1])
+        table = Table(title=f"Cycles of a full tile, two waves; % in {names}")
+        table.add_column("kernel", no_wrap=True)
+        for name in ("cycles", "%"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("", no_wrap=True)
+        for name, (cycles, parts) in self.parts.items():
+            percents = " ".join(f"{100 * x:2.0f}" for x in parts.values())
+            table.add_row(name, f"{cycles:.0f}", percents, bar(list(parts.values())))
+        return table
+
+
+def constant_sets() -> dict[str, whole.Constants]:
+    from tools.gfx950.timing import constants
+
+    return {
         "nominal": constants.nominal(),
         "favourable": constants.favourable(),
         "unfavourable": constants.unfavourable(),
     }
-    console.print(_calibration(sets))
-    console.print(_shares(kernels, sets))
-    console.print(_parts(kernels, sets["nominal"]))
+
+
+def traced(found: dict[str, Kernel]) -> dict[str, whole.Traced]:
+    from tools.gfx950.timing import whole
+
+    return {
+        name: whole.Traced(found[PREFIX + name])
+        for name in KERNELS
+        if PREFIX + name in found
+    }
+
+
+def _share(kernel: str, logits: str, causal: bool, at: Callable[..., float]) -> Share:
+    values = []
+    for tokens in LENGTHS:
+        x = [at(c=c, tokens=tokens, causal=causal) for c in constant_sets().values()]
+        values.append((tokens, x[0], min(x), max(x)))
+    return Share(kernel, logits, causal, tuple(values))
 
 
 def share(
@@ -71,79 +232,6 @@ def public_share(
     work = whole.Work(tokens, HEADS, kernel.head_dim, kernel.keys, causal)
     peak = c.dense_fp8_tflops if kernel.fp8 else c.dense_bf16_tflops
     return factor * whole.tflops(cost, work, c) / peak
-
-
-def _calibration(sets: dict[str, whole.Constants]) -> Table:
-    from tools.gfx950.timing import whole
-
-    table = Table(title="Calibration: TFLOP/s, model x factor")
-    table.add_column("public kernel", no_wrap=True)
-    table.add_column("published", justify="right")
-    found = {name: whole.calibrate(c) for name, c in sets.items()}
-    for name, (factor, _) in found.items():
-        table.add_column(f"{name} (x {factor:.2f})", justify="right")
-    for i, one in enumerate(found["nominal"][1]):
-        low, high = one.kernel.published
-        published = f"{low:.0f}" if low == high else f"{low:.0f}-{high:.0f}"
-        cells = []
-        for factor, kernels in found.values():
-            value = factor * kernels[i].modelled
-            cells.append(f"{value:.0f} ({value / one.published - 1:+.0%})")
-        table.add_row(one.kernel.name, published, *cells)
-    return table
-
-
-def _shares(
-    kernels: dict[str, whole.Traced], sets: dict[str, whole.Constants]
-) -> Table:
-    from tools.gfx950.timing import whole
-
-    title = f"% of peak, causal, {HEADS} heads: model x factor (and its range)"
-    table = Table(title=title)
-    table.add_column("kernel", no_wrap=True)
-    table.add_column("maximum", no_wrap=True)
-    for tokens in LENGTHS:
-        table.add_column(f"{tokens // 1024}k", justify="right")
-    for i, public in enumerate(whole.PUBLIC):
-        cells = []
-        for tokens in LENGTHS:
-            values = [public_share(i, c, tokens) for c in sets.values()]
-            cells.append(_range(values))
-        table.add_row(public.name, "", *cells)
-    table.add_section()
-    for name, kernel in kernels.items():
-        for random in (False, True):
-            cells = []
-            for tokens in LENGTHS:
-                values = [share(kernel, c, tokens, random) for c in sets.values()]
-                cells.append(_range(values))
-            label = "random" if random else "stays"
-            table.add_row("" if random else name, label, *cells)
-    return table
-
-
-def _range(values: list[float]) -> str:
-    low, high = (f"{100 * x:.0f}" for x in (min(values), max(values)))
-    return f"{100 * values[0]:.0f} ({low}-{high})"
-
-
-def _parts(kernels: dict[str, whole.Traced], c: whole.Constants) -> Table:
-    from tools.gfx950.timing import compute_unit, whole
-
-    names = ", ".join(compute_unit.CATEGORIES)
-    title = f"Cycles of a full tile, two waves; % in {names}"
-    table = Table(title=title)
-    table.add_column("kernel", no_wrap=True)
-    for name in ("cycles", "%"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    costs = {x.kernel.name: x.cost for x in whole.calibrate(c)[1]}
-    costs |= {name: kernel.cost(c) for name, kernel in kernels.items()}
-    for name, cost in costs.items():
-        parts = [cost.parts[x] / cost.tile for x in compute_unit.CATEGORIES]
-        percents = " ".join(f"{100 * x:2.0f}" for x in parts)
-        table.add_row(name, f"{cost.tile:.0f}", percents, bar(parts))
-    return table
 
 
 def bar(parts: list[float]) -> str:
@@ -200,7 +288,7 @@ def main() -> None:
     if args.sensitivity:
         console.print(sensitivity(found))
     else:
-        show(console, found)
+        Prediction.of(found).show(console)
 
 
 if __name__ == "__main__":

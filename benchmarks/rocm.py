@@ -3,7 +3,8 @@
 Standard normal inputs, calls one after another, the implementations taking turns;
 medians. As many batch rows as make 32768 tokens, so that dispatch hides behind work.
 TFLOP/s count half of the score square where causal. FP8 inputs have one descale for a
-tensor, the same for every implementation.
+tensor, the same for every implementation. On gfx950, from a checkout, the cycle model's
+prediction stands beside what was measured.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from rich.table import Table
 import zyfa_jax
 from zyfa_jax import _check, reference
 from zyfa_jax._timing import interleaved_medians
+
+from . import plot
 
 FORMAT = 1
 """Of the report: goes up where a reader of it would have to change."""
@@ -89,6 +92,15 @@ class Case:
 
 
 @dataclasses.dataclass(frozen=True)
+class Prediction:
+    """TFLOP/s by the cycle model: with its nominal constants, and over their range."""
+
+    tflops: float
+    lowest: float
+    highest: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Result:
     """One implementation on one shape; `trouble` says why there are no numbers."""
 
@@ -97,6 +109,7 @@ class Result:
     seconds: float | None = None
     error: float | None = None
     trouble: str = ""
+    prediction: Prediction | None = None
 
     @property
     def tflops(self) -> float | None:
@@ -113,6 +126,7 @@ class Result:
             "share_of_peak": share,
             "error": self.error,
             "trouble": self.trouble,
+            "predicted": self.prediction and dataclasses.asdict(self.prediction),
         }
 
 
@@ -134,6 +148,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--json", type=Path, metavar="FILE", help="where a report goes")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="PNG, SVG or PDF")
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -142,6 +157,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.picture is not None:
+        plot.check(args.picture)
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
@@ -151,11 +168,15 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"{name}: {value}", highlight=False)
     [backend] = (x for x in zyfa_jax.backends() if x.platform == _platform_of(device))
     console.print(f"zyfa_jax {zyfa_jax.__version__}: {backend.detail}", highlight=False)
+    predict = predictor() if "gfx950" in backend.targets else None
+    if "gfx950" in backend.targets and predict is None:
+        console.print("the cycle model's predictions need a checkout and '.[bench]'")
     results: list[Result] = []
     for dtype, head_dims, causal in _kinds(args):
         of_kind = []
         for case in _cases(args, dtype, head_dims, causal):
-            of_kind += measure(case, 1 if args.quick else args.repeats, args.quick)
+            measured = measure(case, 1 if args.quick else args.repeats, args.quick)
+            of_kind += [_predicted(x, predict) for x in measured]
         console.print(_table(of_kind, backend.targets))
         results += of_kind
     if args.json is not None:
@@ -169,8 +190,84 @@ def run(args: argparse.Namespace) -> int:
             "results": [result.as_json() for result in results],
         }
         args.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    if args.picture is not None:
+        plot.save(args.picture, environment["device"], _panels(results))
     failed = [x for x in results if x.implementation == "zyfa_jax" and x.trouble]
     return 1 if failed else 0
+
+
+Predict = Callable[[Case], Prediction | None]
+
+
+def predictor() -> Predict | None:
+    """The cycle model of the kernels for gfx950; None where it is not to be had."""
+    try:
+        from tools.gfx950.timing import whole
+    except ImportError:
+        return None
+    from . import gfx950, gfx950_speed
+
+    kernels = gfx950_speed.traced(gfx950.kernels())
+    kinds = {"float8_e4m3fn": "fp8", "bfloat16": "bf16"}
+
+    def predict(case: Case) -> Prediction | None:
+        qk, v = case.head_dims
+        kernel = kernels.get(f"{kinds[case.dtype]}_{qk}x{v}")
+        if kernel is None or case.tokens < gfx950_speed.LENGTHS[0]:
+            return None
+        work = kernel.work(case.tokens, case.batch * case.heads[0], case.causal)
+        values = []
+        for c in gfx950_speed.constant_sets().values():
+            speed = whole.tflops(
+                kernel.cost(c, causal=case.causal), work, c, kernel.rescaling(c, work)
+            )
+            values.append(whole.calibrate(c)[0] * speed)
+        return Prediction(values[0], min(values), max(values))
+
+    return predict
+
+
+def _predicted(result: Result, predict: Predict | None) -> Result:
+    if predict is None or result.implementation != "zyfa_jax":
+        return result
+    return dataclasses.replace(result, prediction=predict(result.case))
+
+
+def _panels(results: list[Result]) -> list[plot.Panel]:
+    panels: dict[str, list[Result]] = {}
+    for x in results:
+        mask = "causal" if x.case.causal else "no mask"
+        qk, v = x.case.head_dims
+        panels.setdefault(f"{x.case.dtype} {qk}/{v}, {mask}", []).append(x)
+    return [
+        plot.Lines(title, "TFLOP/s", _lines(of_panel))
+        for title, of_panel in panels.items()
+    ]
+
+
+def _lines(results: list[Result]) -> list[plot.Line]:
+    lines = []
+    for name in dict.fromkeys(x.implementation for x in results):
+        points = [
+            (x.case.tokens, x.tflops)
+            for x in results
+            if x.implementation == name and x.tflops is not None
+        ]
+        if points:
+            lines.append(plot.Line(name, points, peer=name != "zyfa_jax"))
+    predicted = [
+        (x.case.tokens, x.prediction) for x in results if x.prediction is not None
+    ]
+    if predicted:
+        lines.append(
+            plot.Line(
+                "cycle model",
+                [(n, p.tflops) for n, p in predicted],
+                [(n, p.lowest, p.highest) for n, p in predicted],
+                peer=True,
+            )
+        )
+    return lines
 
 
 def measure(case: Case, repeats: int, quick: bool = False) -> list[Result]:
@@ -431,7 +528,11 @@ def _table(results: list[Result], targets: tuple[str, ...]) -> Table:
     )
     for column in ("tokens", "batch", "implementation"):
         table.add_column(column)
-    for column in ("ms", "TFLOP/s", "of peak", "error"):
+    columns = ["ms", "TFLOP/s", "of peak", "error"]
+    predicted = any(x.prediction is not None for x in results)
+    if predicted:
+        columns += ["cycle model", "measured / model"]
+    for column in columns:
         table.add_column(column, justify="right")
     for result in results:
         case = result.case
@@ -448,5 +549,16 @@ def _table(results: list[Result], targets: tuple[str, ...]) -> Table:
             f"{result.tflops:.3g}",
             share,
             f"{result.error:.4f}",
+            *(_beside(result.tflops, result.prediction) if predicted else ()),
         )
     return table
+
+
+def _beside(tflops: float, prediction: Prediction | None) -> tuple[str, str]:
+    if prediction is None:
+        return "", ""
+    low, high = prediction.lowest, prediction.highest
+    return (
+        f"{prediction.tflops:.0f} ({low:.0f}-{high:.0f})",
+        f"{tflops / prediction.tflops:.2f}",
+    )

@@ -1,5 +1,6 @@
 """`python -m benchmarks rocm`, on the CPU and with stand-ins for other packages."""
 
+import dataclasses
 import json
 import sys
 import types
@@ -182,3 +183,56 @@ def test_an_error_shows_in_the_report(alone, monkeypatch):
     ours, *_ = rocm.measure(case, repeats=1, quick=True)
     assert ours.error is not None
     assert ours.error > 0.9
+
+
+@pytest.fixture
+def predicted(monkeypatch):
+    """As on a machine with the hardware, where the model says 2 (1 to 4) TFLOP/s."""
+    backends = zyfa_jax.backends
+
+    def on_gfx950():
+        return [
+            dataclasses.replace(x, targets=("gfx950",)) if x.platform == "cpu" else x
+            for x in backends()
+        ]
+
+    monkeypatch.setattr(zyfa_jax, "backends", on_gfx950)
+    monkeypatch.setattr(
+        rocm, "predictor", lambda: lambda case: rocm.Prediction(2.0, 1.0, 4.0)
+    )
+
+
+def test_the_cycle_model_stands_beside(alone, predicted, tmp_path, capsys):
+    report, picture = tmp_path / "report.json", tmp_path / "picture.svg"
+    assert main([*QUICK, "--json", str(report), "--picture", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert "measured / model" in printed
+    assert "2 (1-4)" in printed
+    for x in json.loads(report.read_text())["results"]:
+        ours = {"tflops": 2.0, "lowest": 1.0, "highest": 4.0}
+        assert x["predicted"] == (ours if x["implementation"] == "zyfa_jax" else None)
+    drawn = picture.read_text()
+    for text in ("cycle model", "zyfa_jax", "bfloat16 192/128, causal", "TFLOP/s"):
+        assert f"<!-- {text} -->" in drawn
+
+
+def test_without_a_checkout_nothing_is_predicted(alone, predicted, monkeypatch, capsys):
+    monkeypatch.setattr(rocm, "predictor", lambda: None)
+    assert main(QUICK) == 0
+    printed = capsys.readouterr().out
+    assert "predictions need a checkout" in printed
+    assert "measured / model" not in printed
+
+
+@pytest.mark.slow
+def test_the_cycle_model_predicts_these_shapes():
+    predict = rocm.predictor()
+    assert predict is not None
+    case = rocm.Case("bfloat16", (128, 128), True, 4096, 8, (32, 8))
+    for dtype, peak in rocm.PEAKS.items():
+        for causal in (True, False):
+            x = predict(dataclasses.replace(case, dtype=dtype, causal=causal))
+            assert x is not None
+            assert 0.3 * peak < x.lowest <= x.tflops <= x.highest < peak
+    assert predict(dataclasses.replace(case, tokens=160)) is None
+    assert predict(dataclasses.replace(case, head_dims=(64, 64))) is None
