@@ -67,9 +67,9 @@ _CHORD_TOP = (np.float32(15 + _TOP) - np.float32(1.05756)) * _CHORD_BITS
 _CHORD_SECOND = np.float16(0.70710678)
 _GFX950_CHORD_KEYS = 32
 """Keys of a block, its first ones, whose codes gfx950's kernel makes by chords."""
-_GFX950_LOG2_SHARE = 5
+_GFX950_LOG2_SHARE = 6
 """gfx950's kernel keeps a row's maximum while a larger logit's probability is at most
-2**-5 of the row's sum."""
+2**-6 of the row's sum."""
 _CURVATURE = np.float32(0.3437)
 _E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 _ROWS, _LOGITS = 512, 1 << 22
@@ -152,7 +152,7 @@ def fp8_attention(
       "linear", "quadratic": codes computed without an exponential, see
         `fp8_softmax_block`. The CPU kernel's, the latter by default.
       "gfx950": the first quarter of a block's keys coded by two chords, the others
-        linearly, and M kept while no probability exceeds 1/32 of the row's sum. What
+        linearly, and M kept while no probability exceeds 1/64 of the row's sum. What
         the kernel for AMD's gfx950 does.
       "exact block": 2**(t - M + n + 8), n = floor(M - m), weighted by 2**-n.
       "exact row": 2**(t - M + 8), as Composable Kernel and FlashAttention-3 do.

@@ -235,6 +235,29 @@ def test_pairs_of_blocks_have_equal_work():
     assert sorted(few, reverse=True) == few
 
 
+def test_without_a_mask_every_block_sees_every_key():
+    cost = whole.Cost(tile=100.0, block=1000.0, parts={}, lds=0.0)
+    masked, full = (whole.Work(16384, 64, 128, 128, causal=x) for x in (True, False))
+    assert full.flops == 2 * masked.flops
+    assert set(whole.groups_of(cost, full, C)) == {1000 + 128 * 100}
+    assert len(whole.groups_of(cost, full, C)) == 64 * 64
+
+
+def test_rescaling_is_added_to_the_blocks():
+    cost = whole.Cost(tile=100.0, block=1000.0, parts={}, lds=0.0)
+    work = whole.Work(512, 1, 128, 128)
+    assert whole.groups_of(cost, work, C, [0, 10, 25, 30, 40]) == [1225, 1000]
+
+
+def test_a_maximum_moves_seldom_where_the_row_sum_is_large():
+    fp8 = whole.moved_maxima(True, 128, 64)
+    assert len(fp8) == 65
+    assert fp8[:4] == (0, 1, 2, 3)
+    assert 8 < fp8[32] < 28
+    assert fp8[64] - fp8[32] < fp8[32] - fp8[0]
+    assert whole.moved_maxima(False, 64, 64)[1:] == (1,) * 64
+
+
 # Compiled code.
 
 BODY = """

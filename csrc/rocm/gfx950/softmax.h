@@ -114,10 +114,10 @@ struct Fp8Softmax {
 
  private:
   // How far a logit may exceed `max` before that moves: as long as its
-  // probability is at most 1/32 of the row's sum, to within 6 %. The bits of a
+  // probability is at most 1/64 of the row's sum, to within 6 %. The bits of a
   // float32 are nearly linear in its logarithm.
   static __attribute__((device, always_inline)) float Slack(float sum) {
-    constexpr float kLog2Share = 5.0f;
+    constexpr float kLog2Share = 6.0f;
     const auto bits = static_cast<float>(BitCast<int32_t>(sum));
     return __builtin_fmaxf(
         Fma(bits, 0x1p-23f, -(127.0f + kLog2Scale + kLog2Share)), 0.0f);

@@ -47,7 +47,8 @@ class Constants:
 
     # Vector unit: cycles that an instruction keeps it (P). Exponentials: 16 on gfx942
     # (P), of which A doubles the rate; AITER's kernels do not fit 16. Conversions are
-    # not published: MHA v4 does not fit 4 for `convert`.
+    # not published: MHA v4 does not fit 4 for `convert`. LLVM's scheduling model has
+    # v_cvt_pknorm_* among the full-rate instructions, and v_cvt_i32_f32 at a quarter.
     vector: float = 4.0
     transcendental: float = 8.0
     convert_fp8: float = 8.0  # v_cvt_pk_fp8_f32, v_cvt_scalef32_*
@@ -104,7 +105,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "barrier": (8.0, 40.0),
     "transcendental": (8.0, 16.0),
     "convert_fp8": (4.0, 16.0),
-    "convert_norm": (4.0, 16.0),
+    "convert_norm": (4.0, 8.0),
     "convert": (4.0, 8.0),
     "forward": (0.0, 4.0),
     "accumulate": (0.0, 2.0),

@@ -132,7 +132,7 @@ def moved_maxima(fp8: bool, keys: int, tiles: int) -> tuple[float, ...]:
     """Of the first 0, 1, .. `tiles` tiles, in how many one of a workgroup's queries
     moves its maximum: the mean over a few workgroups whose logits are standard normal.
 
-    The FP8 kernels move it when a probability exceeds 1/32 of the row's sum, the
+    The FP8 kernels move it when a probability exceeds 1/64 of the row's sum, the
     others when it exceeds 2^8 of its old maximum's.
     """
     rng = np.random.default_rng(0)
@@ -144,7 +144,7 @@ def moved_maxima(fp8: bool, keys: int, tiles: int) -> tuple[float, ...]:
             logits = rng.standard_normal((QUERY_BLOCK, keys), np.float32)
             logits *= np.float32(np.log2(np.e))
             largest = logits.max(axis=1)
-            slack = np.log2(np.maximum(total, 32)) - 5 if fp8 else 8
+            slack = np.log2(np.maximum(total, 64)) - 6 if fp8 else 8
             moves = largest > top + slack
             moved[tile + 1] += moves.any()
             new = np.where(moves, largest, top)
