@@ -411,6 +411,16 @@ OPTIONS = [
         out_dtype="halves",
     ),
     row(
+        "out_dtype by a name that NumPy warns of",
+        r"out_dtype bfloat16, float16 or float32, not \('a', 0\)",
+        out_dtype=("a", 0),
+    ),
+    row(
+        "out_dtype of a negative size",
+        r"out_dtype bfloat16, float16 or float32, not \('f4', -1\)",
+        out_dtype=("f4", -1),
+    ),
+    row(
         "number out_dtype",
         r"out_dtype bfloat16, float16 or float32, not 3",
         out_dtype=3,

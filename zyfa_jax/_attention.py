@@ -339,7 +339,8 @@ def _out_dtype(out_dtype: Any, dtype: np.dtype) -> np.dtype:
     try:
         if not isinstance(out_dtype, jax.Array | np.ndarray | np.generic):
             return np.dtype(out_dtype)
-    except TypeError:
+    # NumPy warns of old names, which is an error where warnings are.
+    except (TypeError, ValueError, DeprecationWarning):
         pass
     raise ValueError(
         f"attention takes out_dtype bfloat16, float16 or float32, not {out_dtype!r}"
