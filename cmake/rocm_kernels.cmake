@@ -8,6 +8,8 @@
 option(ZYFA_ROCM "Build the kernels for AMD GPUs" ON)
 set(ZYFA_ROCM_ARCHS gfx950 CACHE STRING
     "AMD architectures to build kernels for, each a folder of csrc/rocm")
+set(ZYFA_GFX950_CHORD_BLOCKS 1 CACHE STRING
+    "of four blocks of keys, how many get the more exact FP8 probabilities (docs/gfx950.md)")
 set(ZYFA_ROCM_CLANG "" CACHE FILEPATH
     "clang that compiles the kernels for AMD GPUs; empty: that of ziglang")
 
@@ -65,7 +67,7 @@ function(zyfa_add_code_object arch output)
   # No contraction: only the fused operations written down are fused, so that FP8 codes
   # are those of every other kernel. No packing of float32 arithmetic that is not
   # written so: packed instructions wait for the matrix unit.
-  set(options -nogpulib -O3 -ffp-contract=off -fno-slp-vectorize
+  set(options "-DZYFA_GFX950_CHORD_BLOCKS=${ZYFA_GFX950_CHORD_BLOCKS}" -nogpulib -O3 -ffp-contract=off -fno-slp-vectorize
               -mllvm -disable-vector-combine)
   add_custom_command(
     OUTPUT "${output}"

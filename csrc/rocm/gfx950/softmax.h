@@ -11,6 +11,10 @@
 #include "csrc/numerics/probability.h"
 #include "csrc/rocm/gfx950/operand.h"
 
+#ifndef ZYFA_GFX950_CHORD_BLOCKS
+#define ZYFA_GFX950_CHORD_BLOCKS 1  // a CMake option
+#endif
+
 namespace zyfa::gfx950 {
 
 // Below every logit, and finite: differences with it are not NaN.
@@ -52,7 +56,8 @@ struct Fp8Softmax {
   // Of a tile's four blocks of 32 keys, those whose probabilities are made by
   // two chords. The more, the smaller the error; all of them fill the vector
   // unit.
-  static constexpr int kChordBlocks = 1;
+  static constexpr int kChordBlocks = ZYFA_GFX950_CHORD_BLOCKS;
+  static_assert(0 <= kChordBlocks && kChordBlocks <= Fp8::kKeys / kBlock);
   static constexpr int kSumProducts = kSteps;
 
   I32x8 codes[kSteps];  // of the latest tile, in the order of the keys
