@@ -1,23 +1,72 @@
 """Pictures of results, drawn by matplotlib: PNG, SVG or PDF by the file's suffix.
 
-A picture is a row of panels: `Lines` over a length, or `Stacks` of shares. The same
-results give the same file.
+A picture is made of panels: `Lines` over a length, `Groups` of bars, `Stacks` of parts.
+Neighbours of one kind and unit share a scale in each row, a legend, and what a name
+looks like. The same results give the same file.
+
+    plot.check(path)  # before anything is measured
+    ours = plot.Line("zyfa_jax", [(2048, 610.0), (4096, 790.0)])
+    other = plot.Line("another", [(2048, 580.0), (4096, 640.0)], peer=True)
+    plot.save(path, "the device", [plot.Lines("causal", "TFLOP/s", [ours, other])])
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-# Okabe and Ito's colours, which colour-blind readers tell apart; the package's own
-# results come first, in the darkest.
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import SubFigure
+
+# Okabe and Ito's colours, which colour-blind readers tell apart. A name's place in its
+# legend decides its colour: what the package itself does goes first.
 COLOURS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000",
+    "#999999",
 )  # fmt: skip
 MARKERS = "osD^vPX"
-PANEL_INCHES = 5.2, 3.9
+COLUMNS = 2
+PANEL_INCHES = 4.9, 3.1
+BAR_INCHES = 0.27
+LEGEND_INCHES = 0.25  # a row
+LEGEND_LETTERS = 13  # for each inch
+SMALLEST_LABEL = 5.0  # %
+RC = {
+    "svg.hashsalt": "zyfa",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": "medium",
+    "axes.axisbelow": True,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+    "figure.constrained_layout.w_pad": 0.08,
+    "figure.constrained_layout.h_pad": 0.06,
+    "savefig.dpi": 150,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """What a name looks like in its legend and its panels."""
+
+    colour: str
+    marker: str
+
+    @classmethod
+    def of(cls, i: int) -> Look:
+        n = len(COLOURS)
+        return cls(COLOURS[i % n], MARKERS[(i + i // n) % len(MARKERS)])
+
+    @property
+    def dark(self) -> bool:
+        red, green, blue = (int(self.colour[i : i + 2], 16) for i in (1, 3, 5))
+        return 0.3 * red + 0.59 * green + 0.11 * blue < 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,82 +88,146 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Lines:
-    """A panel of lines over a length in tokens."""
+    """A panel of lines over a length in tokens, one for each method.
+
+    Attributes:
+      title: above it, such as "bfloat16 128/128, causal".
+      unit: of the values, such as "TFLOP/s".
+      lines: in the legend's order.
+      level: a value to be compared with: a thin line across.
+    """
 
     title: str
     unit: str
     lines: Sequence[Line]
+    level: float | None = None
 
-    def draw(self, axes: Any) -> None:
-        for i, line in enumerate(self.lines):
-            colour = COLOURS[i % len(COLOURS)]
+    @property
+    def names(self) -> list[str]:
+        return [line.name for line in self.lines]
+
+    def draw(self, axes: Axes, looks: Mapping[str, Look]) -> None:
+        for line in self.lines:
+            look = looks[line.name]
+            x, y = zip(*line.points, strict=True) if line.points else ((), ())
             axes.plot(
-                *zip(*line.points, strict=True),
-                color=colour,
-                marker=MARKERS[i % len(MARKERS)],
+                x,
+                y,
+                color=look.colour,
+                marker=look.marker,
                 markersize=4,
+                markerfacecolor="white" if line.peer else look.colour,
                 linestyle="--" if line.peer else "-",
+                linewidth=1.2 if line.peer else 2,
                 label=line.name,
             )
             if line.band:
-                axes.fill_between(
-                    *zip(*line.band, strict=True), color=colour, alpha=0.15, lw=0
-                )
+                x, low, high = zip(*line.band, strict=True)
+                axes.fill_between(x, low, high, color=look.colour, alpha=0.15, lw=0)
+        if self.level is not None:
+            axes.axhline(self.level, color="black", linewidth=0.8)
         lengths = sorted({x for line in self.lines for x, _ in line.points})
-        axes.set_xscale("log", base=2)
+        if lengths:  # matplotlib has no logarithms of nothing
+            axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [_tokens(x) for x in lengths])
         axes.set_ylim(bottom=0)
         axes.set_xlabel("tokens")
-        axes.set_ylabel(self.unit)
-        axes.grid(axis="y", alpha=0.3)
-        axes.legend(fontsize="small")
+        axes.grid(axis="y")
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """A panel of bars side by side: for each group, one for each method.
+
+    Attributes:
+      title: above it.
+      unit: of the values, such as "relative error".
+      groups: group -> method -> value.
+      limits: group -> the most that a value should be: a tick across its bars.
+      log: a logarithmic scale.
+    """
+
+    title: str
+    unit: str
+    groups: Mapping[str, Mapping[str, float]]
+    limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    log: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        return [name for bars in self.groups.values() for name in bars]
+
+    def draw(self, axes: Axes, looks: Mapping[str, Look]) -> None:
+        methods = [name for name in looks if name in self.names]
+        width = 0.84 / max(len(methods), 1)
+        for i, method in enumerate(methods):
+            at = [n - 0.42 + (i + 0.5) * width for n in range(len(self.groups))]
+            heights = [bars.get(method, math.nan) for bars in self.groups.values()]
+            colour = looks[method].colour
+            axes.bar(at, heights, 0.9 * width, color=colour, label=method)
+        for n, group in enumerate(self.groups):
+            if group in self.limits:
+                limit = self.limits[group]
+                axes.hlines(limit, n - 0.45, n + 0.45, color="black", linewidth=1.2)
+        axes.set_xticks(range(len(self.groups)), list(self.groups))
+        axes.tick_params(axis="x", length=0)
+        if self.log and methods:
+            from matplotlib import ticker
+
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_minor_locator(ticker.NullLocator())
+            axes.yaxis.set_major_formatter("{x:g}")
+        axes.grid(axis="y")
 
 
 @dataclasses.dataclass(frozen=True)
 class Stacks:
-    """A panel of bars, one for each name, made up of parts."""
+    """A panel of horizontal bars, one for each name, made up of parts.
+
+    Attributes:
+      title: above it.
+      unit: of the parts, such as "% of the cycles".
+      parts: name -> part -> value.
+    """
 
     title: str
     unit: str
     parts: Mapping[str, Mapping[str, float]]
 
-    def draw(self, axes: Any) -> None:
-        names = list(self.parts)[::-1]
-        kinds = dict.fromkeys(kind for parts in self.parts.values() for kind in parts)
-        left = [0.0] * len(names)
-        for i, kind in enumerate(kinds):
-            widths = [self.parts[name].get(kind, 0.0) for name in names]
-            axes.barh(names, widths, left=left, color=COLOURS[i], label=kind)
+    @property
+    def names(self) -> list[str]:
+        return [part for parts in self.parts.values() for part in parts]
+
+    def draw(self, axes: Axes, looks: Mapping[str, Look]) -> None:
+        rows = list(self.parts)
+        left = [0.0] * len(rows)
+        longest = max((sum(x.values()) for x in self.parts.values()), default=0.0)
+        for part, look in looks.items():
+            if part not in self.names:
+                continue
+            widths = [self.parts[row].get(part, 0.0) for row in rows]
+            bars = axes.barh(
+                rows, widths, 0.75, left, color=look.colour, label=part, lw=0
+            )
+            labels = [
+                f"{w:.0f}" if 100 * w >= SMALLEST_LABEL * longest else ""
+                for w in widths
+            ]
+            axes.bar_label(
+                bars,
+                labels,
+                label_type="center",
+                fontsize="small",
+                color="white" if look.dark else "black",
+            )
             left = [x + w for x, w in zip(left, widths, strict=True)]
-        axes.set_xlabel(self.unit)
-        axes.legend(fontsize="small", ncols=3, loc="lower center",
-                    bbox_to_anchor=(0.5, 1.0))  # fmt: skip
+        axes.set_xlim(0, longest or None)
+        axes.set_ylim(len(rows) - 0.4, -0.6)  # the first on top
+        axes.tick_params(axis="y", length=0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Groups:
-    """A panel of bars side by side: for each group, one for each method."""
-
-    title: str
-    unit: str
-    groups: Mapping[str, Mapping[str, float]]
-
-    def draw(self, axes: Any) -> None:
-        methods = list(dict.fromkeys(m for bars in self.groups.values() for m in bars))
-        width = 0.8 / len(methods)
-        for i, method in enumerate(methods):
-            at = [n + (i - (len(methods) - 1) / 2) * width
-                  for n in range(len(self.groups))]  # fmt: skip
-            heights = [bars.get(method, float("nan")) for bars in self.groups.values()]
-            axes.bar(at, heights, width, color=COLOURS[i % len(COLOURS)], label=method)
-        axes.set_xticks(range(len(self.groups)), self.groups)
-        axes.set_ylabel(self.unit)
-        axes.grid(axis="y", alpha=0.3)
-        axes.set_axisbelow(True)
-        axes.legend(fontsize="small")
-
-
-Panel = Lines | Stacks | Groups
+Panel = Lines | Groups | Stacks
 
 
 def check(path: Path) -> None:
@@ -134,25 +247,105 @@ def check(path: Path) -> None:
         )
 
 
-def save(path: Path, title: str, panels: Sequence[Panel]) -> None:
-    """Draws the panels beside each other."""
-    import matplotlib
+def save(path: Path, title: str, panels: Sequence[Panel], note: str = "") -> None:
+    """Draws the panels in rows of two, from the left and downwards.
+
+    Args:
+      path: its suffix says what kind of file.
+      title: above all.
+      panels: those beside each other with the same unit share a legend.
+      note: in small type below all: what bands and marks mean.
+
+    Raises:
+      SystemExit: as `check`.
+    """
+    check(path)
+    from matplotlib import style
     from matplotlib.figure import Figure
 
-    check(path)
-    width, height = PANEL_INCHES
-    with matplotlib.rc_context({"svg.hashsalt": "zyfa", "axes.spines.top": False,
-                                "axes.spines.right": False}):  # fmt: skip
-        figure = Figure((width * len(panels), height), layout="constrained")
+    sections = [
+        _Section(list(group))
+        for _, group in itertools.groupby(panels, lambda x: (type(x), x.unit))
+    ]
+    width = max((x.width for x in sections), default=PANEL_INCHES[0])
+    heights = [x.height(width) for x in sections]
+    with style.context(["default", RC]):
+        figure = Figure((width, sum(heights) + 0.6), layout="constrained")
         figure.suptitle(title)
-        for axes, panel in zip(
-            figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
-        ):
-            panel.draw(axes)
-            axes.set_title(panel.title, fontsize="medium",
-                           pad=34 if isinstance(panel, Stacks) else 6)  # fmt: skip
+        if note:
+            figure.supxlabel(note, fontsize="small", color="#555555")
+        parts = figure.subfigures(len(sections), squeeze=False, height_ratios=heights)
+        for section, part in zip(sections, parts[:, 0], strict=True):
+            section.draw(part, width)
         dated = {".svg": "Date", ".pdf": "CreationDate"}.get(path.suffix.lower())
-        figure.savefig(path, dpi=150, metadata={dated: None} if dated else None)
+        figure.savefig(path, metadata={dated: None} if dated else None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Section:
+    """Panels of one kind and unit."""
+
+    panels: list[Panel]
+
+    @property
+    def columns(self) -> int:
+        return min(COLUMNS, len(self.panels))
+
+    @property
+    def width(self) -> float:
+        return PANEL_INCHES[0] * max(self.columns, 1.3)
+
+    @property
+    def looks(self) -> dict[str, Look]:
+        names = dict.fromkeys(name for panel in self.panels for name in panel.names)
+        return {name: Look.of(i) for i, name in enumerate(names)}
+
+    def height(self, width: float) -> float:
+        rows = (
+            BAR_INCHES * max(len(x.parts) for x in row if isinstance(x, Stacks)) + 0.8
+            if isinstance(row[0], Stacks)
+            else PANEL_INCHES[1]
+            for row in self._rows()
+        )
+        names = math.ceil(len(self.looks) / self._legend_columns(width))
+        return sum(rows) + LEGEND_INCHES * names
+
+    def draw(self, figure: SubFigure, width: float) -> None:
+        looks, rows = self.looks, list(self._rows())
+        stacks = isinstance(self.panels[0], Stacks)
+        grid: Any = figure.subplots(
+            len(rows), self.columns, squeeze=False, sharey=False if stacks else "row"
+        )
+        handles = {}
+        for row, of_row in zip(rows, grid, strict=True):
+            for axes in of_row[len(row) :]:
+                axes.remove()
+            for panel, axes in zip(row, of_row, strict=False):
+                panel.draw(axes, looks)
+                axes.set_title(panel.title)
+                if stacks:
+                    axes.set_xlabel(panel.unit)
+                elif panel is row[0]:
+                    axes.set_ylabel(panel.unit)
+                drawn, names = axes.get_legend_handles_labels()
+                handles |= dict(zip(names, drawn, strict=True))
+        names = [name for name in looks if name in handles]
+        if names:
+            figure.legend(
+                [handles[name] for name in names],
+                names,
+                loc="outside lower center",
+                ncols=self._legend_columns(width),
+            )
+
+    def _rows(self) -> Iterator[list[Panel]]:
+        for i in range(0, len(self.panels), self.columns):
+            yield self.panels[i : i + self.columns]
+
+    def _legend_columns(self, width: float) -> int:
+        names = self.looks
+        longest = max(map(len, names), default=0) + 6
+        return max(1, min(len(names), int(LEGEND_LETTERS * width // longest)))
 
 
 def _tokens(x: float) -> str:
