@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jax
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-import zyfa_jax
 from zyfa_jax import _ffi
 
-from . import gfx950_speed, plot
+from . import gfx950_speed, plot, report
 
 if TYPE_CHECKING:
     from tools import gfx950
-
-FORMAT = 1
-"""Of the report: goes up where a reader of it would have to change."""
 
 # From a disassembly of AITER's FP8 v3 causal kernel, for 32 queries and 128 keys.
 AITER = "AITER FP8 128x128"
@@ -149,13 +144,11 @@ def kernels() -> dict[str, gfx950.Kernel]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where a report goes")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="PNG, SVG or PDF")
+    report.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.picture is not None:
-        plot.check(args.picture)
+    report.check(args)
     console = Console()
     found = kernels()
     console.print(_resources(found))
@@ -164,35 +157,49 @@ def run(args: argparse.Namespace) -> int:
         for name, kernel in found.items()
         if name.startswith("zyfa_attention_") and "_f16_" not in name
     }
-    console.print(_mixes({AITER: aiter_mix()} | mixes))
+    mixes = {AITER: aiter_mix()} | mixes
+    console.print(_mixes(mixes))
     prediction = gfx950_speed.Prediction.of(found)
     prediction.show(console)
-    if args.json is not None:
-        report = {
-            "format": FORMAT,
-            "command": "benchmarks gfx950",
-            "zyfa_jax": zyfa_jax.__version__,
-            "tiles": {
-                name: {"keys": x.keys, "instructions": dict(x.kinds)}
-                for name, x in (mixes | {AITER: aiter_mix()}).items()
-            },
-            "prediction": dataclasses.asdict(prediction),
-        }
-        args.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    report.write(
+        "gfx950",
+        args,
+        jax.devices("cpu")[0],
+        resources={name: _resources_of(kernel) for name, kernel in found.items()},
+        tiles={
+            name: {"keys": x.keys, "instructions": dict(x.kinds)}
+            for name, x in mixes.items()
+        },
+        heads=gfx950_speed.HEADS,
+        prediction=dataclasses.asdict(prediction),
+    )
     if args.picture is not None:
-        title = "gfx950 by the cycle model (no time was measured), random logits"
-        plot.save(args.picture, title, prediction.picture())
+        plot.save(
+            args.picture,
+            "gfx950 by the cycle model: no time was measured",
+            prediction.picture(),
+            gfx950_speed.NOTE,
+        )
     return 0
+
+
+def _resources_of(kernel: gfx950.Kernel) -> dict[str, int]:
+    return {
+        "VGPRs": kernel.vgprs,
+        "SGPRs": kernel.sgprs,
+        "LDS bytes": kernel.lds_bytes,
+        "scratch": kernel.scratch_bytes,
+        "spills": kernel.vgpr_spills + kernel.sgpr_spills,
+    }
 
 
 def _resources(found: dict[str, gfx950.Kernel]) -> Table:
     table = Table("kernel", title="Resources (machine code)")
-    for column in ("VGPRs", "SGPRs", "LDS bytes", "scratch", "spills"):
+    rows = {name: _resources_of(kernel) for name, kernel in sorted(found.items())}
+    for column in dict.fromkeys(x for row in rows.values() for x in row):
         table.add_column(column, justify="right")
-    for name, kernel in sorted(found.items()):
-        spills = kernel.vgpr_spills + kernel.sgpr_spills
-        row = (kernel.vgprs, kernel.sgprs, kernel.lds_bytes, kernel.scratch_bytes)
-        table.add_row(name, *map(str, (*row, spills)))
+    for name, row in rows.items():
+        table.add_row(name, *map(str, row.values()))
     return table
 
 

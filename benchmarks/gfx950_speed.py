@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import math
 import random
 import statistics
@@ -35,6 +36,10 @@ BAR = 20
 # factor that can be a clock, or what the model leaves out, and none far off.
 FACTORS = (0.8, 1.0)
 MOST_OFF = 0.12
+NOTE = (
+    f"One batch entry, {HEADS} heads. zyfa_jax: standard normal logits; bands: all "
+    "unresolved constants favourable to all unfavourable, each calibrated anew."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,15 +48,26 @@ class Share:
 
     Attributes:
       kernel: of the package, or a public one.
+      peak: whose: "FP8" or "BF16".
       logits: whether a tile moves a maximum: "stays", "random"; "" for public ones.
       causal: half of the square counts.
       values: (tokens, nominal, lowest, highest).
     """
 
     kernel: str
+    peak: str
     logits: str
     causal: bool
     values: tuple[tuple[int, float, float, float], ...]
+
+    def line(self) -> plot.Line:
+        """In %, with its range if it is the package's."""
+        return plot.Line(
+            label(self.kernel),
+            [(n, 100 * value) for n, value, _, _ in self.values],
+            [(n, 100 * a, 100 * b) for n, _, a, b in self.values if self.logits],
+            peer=not self.logits,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,15 +104,14 @@ class Prediction:
         shares = []
         for causal in (True, False):
             for i, public in enumerate(whole.PUBLIC):
-                shares.append(
-                    _share(public.name, "", causal, functools.partial(public_share, i))
-                )
+                at = functools.partial(public_share, i)
+                shares.append(_share(public.name, public.fp8, "", causal, at))
             for name, kernel in kernels.items():
                 for logits in ("stays", "random"):
                     at = functools.partial(
                         share, kernel, random_logits=logits == "random"
                     )
-                    shares.append(_share(name, logits, causal, at))
+                    shares.append(_share(name, kernel.fp8, logits, causal, at))
         costs = {x.kernel.name: x.cost for x in calibrated["nominal"][1]}
         costs |= {
             name: kernel.cost(sets["nominal"]) for name, kernel in kernels.items()
@@ -118,28 +133,25 @@ class Prediction:
         console.print(self._parts())
 
     def picture(self) -> list[plot.Panel]:
-        chosen = ("AITER FP8 v3", "MHA v4, FP8", "AITER BF16 v3")
+        """Shares of each peak, causal and not, over where a tile's cycles go."""
         panels: list[plot.Panel] = []
-        for causal in (True, False):
+        for peak, causal in itertools.product(("FP8", "BF16"), (True, False)):
             lines = [
-                plot.Line(
-                    x.kernel,
-                    [(n, 100 * value) for n, value, _, _ in x.values],
-                    [(n, 100 * a, 100 * b) for n, _, a, b in x.values if x.logits],
-                    peer=not x.logits,
-                )
+                x.line()
                 for x in self.shares
-                if x.causal == causal
-                and (x.logits == "random" or x.kernel in chosen)
-                and "192" not in x.kernel
+                if (x.peak, x.causal) == (peak, causal) and x.logits != "stays"
             ]
-            title = "causal" if causal else "no mask"
-            panels.append(plot.Lines(title, "% of the dense peak", lines[::-1]))
+            lines.sort(key=lambda line: line.peer)
+            title = f"{peak}, {'causal' if causal else 'no mask'}"
+            panels.append(plot.Lines(title, f"% of dense {peak} peak", lines))
         cycles = {
-            name: {kind: 100 * x for kind, x in parts.items()}
-            for name, (_, parts) in self.parts.items()
+            label(name): {kind: 100 * x for kind, x in parts.items()}
+            for name, (_, parts) in sorted(
+                self.parts.items(), key=lambda item: item[0] not in KERNELS
+            )
         }
-        panels.append(plot.Stacks("a full tile, two waves", "% of its cycles", cycles))
+        title = "Where the cycles of a full tile go, two waves a SIMD"
+        panels.append(plot.Stacks(title, "% of the tile's cycles", cycles))
         return panels
 
     def _calibration(self) -> Table:
@@ -205,12 +217,23 @@ def traced(found: dict[str, Kernel]) -> dict[str, whole.Traced]:
     }
 
 
-def _share(kernel: str, logits: str, causal: bool, at: Callable[..., float]) -> Share:
+def label(kernel: str) -> str:
+    """What a picture calls a kernel of the package, fp8_192x128, or a public one."""
+    if kernel not in KERNELS:
+        return kernel
+    kind, dims = kernel.split("_")
+    return f"zyfa_jax {kind.upper()} {dims.replace('x', '/')}"
+
+
+def _share(
+    kernel: str, fp8: bool, logits: str, causal: bool, at: Callable[..., float]
+) -> Share:
     values = []
     for tokens in LENGTHS:
         x = [at(c=c, tokens=tokens, causal=causal) for c in constant_sets().values()]
         values.append((tokens, x[0], min(x), max(x)))
-    return Share(kernel, logits, causal, tuple(values))
+    peak = "FP8" if fp8 else "BF16"
+    return Share(kernel, peak, logits, causal, tuple(values))
 
 
 def share(

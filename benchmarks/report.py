@@ -1,0 +1,67 @@
+"""What every benchmark's report and picture have in common.
+
+A report is JSON: its format, the command and its options, the versions, the device, and
+then what the benchmark found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import zyfa_jax
+from zyfa_jax import _check
+
+from . import plot
+
+FORMAT = 1
+"""Of the reports: goes up where a reader of them would have to change."""
+
+NOT_OPTIONS = ("run", "json", "picture")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where a report goes")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="PNG, SVG or PDF")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Says before anything is measured what could not be written after.
+
+    Raises:
+      SystemExit: a folder is missing, or as `plot.check`.
+    """
+    for file in (args.json, args.picture):
+        if file is not None and not file.parent.is_dir():
+            raise SystemExit(f"there is no folder {file.parent} for {file.name}")
+    if args.picture is not None:
+        plot.check(args.picture)
+
+
+def write(command: str, args: argparse.Namespace, device: Any, **found: Any) -> None:
+    """Writes the report of `python -m benchmarks COMMAND`, if one is asked for.
+
+    Args:
+      command: its name.
+      args: its options, of which `json` says where.
+      device: JAX's, on which it ran.
+      **found: the rest, of JSON's types.
+    """
+    if args.json is None:
+        return
+    options = {
+        name: str(x) if isinstance(x, Path) else x
+        for name, x in vars(args).items()
+        if name not in NOT_OPTIONS
+    }
+    report = {
+        "format": FORMAT,
+        "command": f"benchmarks {command}",
+        "options": options,
+        **_check.environment(device),
+        "zyfa_jax": zyfa_jax.__version__,
+        **found,
+    }
+    args.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
