@@ -103,8 +103,8 @@ class Prediction:
         kernels = traced(found)
         shares = []
         for causal in (True, False):
-            for i, public in enumerate(whole.PUBLIC):
-                at = functools.partial(public_share, i)
+            for public in whole.PUBLIC:
+                at = functools.partial(public_share, public)
                 shares.append(_share(public.name, public.fp8, "", causal, at))
             for name, kernel in kernels.items():
                 for logits in ("stays", "random"):
@@ -244,26 +244,43 @@ def share(
     causal: bool = True,
 ) -> float:
     """Of the dense peak measured, for one batch entry of `HEADS` heads."""
-    from tools.gfx950.timing import whole
-
-    factor, _ = whole.calibrate(c)
     work = kernel.work(tokens, HEADS, causal)
-    rescaling = kernel.rescaling(c, work) if random_logits else None
-    speed = whole.tflops(kernel.cost(c, causal=causal), work, c, rescaling)
-    return factor * speed / kernel.peak(c)
+    return speed(kernel, c, work, random_logits) / kernel.peak(c)
 
 
 def public_share(
-    number: int, c: whole.Constants, tokens: int, causal: bool = True
+    public: whole.Public, c: whole.Constants, tokens: int, causal: bool = True
+) -> float:
+    """The same of a public kernel."""
+    peak = c.dense_fp8_tflops if public.fp8 else c.dense_bf16_tflops
+    return public_speed(public, c, tokens, HEADS, causal) / peak
+
+
+def speed(
+    kernel: whole.Traced,
+    c: whole.Constants,
+    work: whole.Work,
+    random_logits: bool = False,
+) -> float:
+    """TFLOP/s, the calibration's factor included."""
+    from tools.gfx950.timing import whole
+
+    factor, _ = whole.calibrate(c)
+    rescaling = kernel.rescaling(c, work) if random_logits else None
+    cost = kernel.cost(c, causal=work.causal)
+    return factor * whole.tflops(cost, work, c, rescaling)
+
+
+def public_speed(
+    public: whole.Public, c: whole.Constants, tokens: int, heads: int, causal: bool
 ) -> float:
     """The same of a public kernel."""
     from tools.gfx950.timing import whole
 
     factor, found = whole.calibrate(c)
-    kernel, cost = found[number].kernel, found[number].cost
-    work = whole.Work(tokens, HEADS, kernel.head_dim, kernel.keys, causal)
-    peak = c.dense_fp8_tflops if kernel.fp8 else c.dense_bf16_tflops
-    return factor * whole.tflops(cost, work, c) / peak
+    [cost] = (x.cost for x in found if x.kernel == public)
+    work = whole.Work(tokens, heads, public.head_dim, public.keys, causal)
+    return factor * whole.tflops(cost, work, c)
 
 
 def bar(parts: list[float]) -> str:

@@ -95,12 +95,14 @@ class Lines:
       unit: of the values, such as "TFLOP/s".
       lines: in the legend's order.
       level: a value to be compared with: a thin line across.
+      from_zero: whether the scale starts there; ratios are seen better otherwise.
     """
 
     title: str
     unit: str
     lines: Sequence[Line]
     level: float | None = None
+    from_zero: bool = True
 
     @property
     def names(self) -> list[str]:
@@ -130,7 +132,6 @@ class Lines:
         if lengths:  # matplotlib has no logarithms of nothing
             axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [_tokens(x) for x in lengths])
-        axes.set_ylim(bottom=0)
         axes.set_xlabel("tokens")
         axes.grid(axis="y")
 
@@ -328,7 +329,9 @@ class _Section:
                 elif panel is row[0]:
                     axes.set_ylabel(panel.unit)
                 drawn, names = axes.get_legend_handles_labels()
-                handles |= dict(zip(names, drawn, strict=True))
+                handles = dict(zip(names, drawn, strict=True)) | handles
+            if any(isinstance(x, Lines) and x.from_zero for x in row):
+                of_row[0].set_ylim(bottom=0)  # now that the row's values are known
         names = [name for name in looks if name in handles]
         if names:
             figure.legend(

@@ -4,7 +4,7 @@ Standard normal inputs, calls one after another, the implementations taking turn
 medians. As many batch rows as make 32768 tokens, so that dispatch hides behind work.
 TFLOP/s count half of the score square where causal. FP8 inputs have one descale for a
 tensor, the same for every implementation. On gfx950, from a checkout, the cycle model's
-prediction stands beside what was measured.
+prediction stands beside what was measured, of this package and of AITER.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import argparse
 import dataclasses
 import functools
 import importlib
-import json
+import statistics
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,10 +29,7 @@ import zyfa_jax
 from zyfa_jax import _check, reference
 from zyfa_jax._timing import interleaved_medians
 
-from . import plot
-
-FORMAT = 1
-"""Of the report: goes up where a reader of it would have to change."""
+from . import plot, report
 
 TOKENS = (2048, 4096, 8192, 16384, 32768)
 HEAD_DIMS = ((128, 128), (192, 128))
@@ -47,6 +43,16 @@ LEAST_SECONDS = 0.02
 """Calls are repeated to take that long together."""
 CHECKED_QUERIES = 64
 """The last ones of the first row and head: float64 is slow."""
+
+FEWEST_PREDICTED = 2048
+"""Tokens; the cycle model leaves out what fewer of them make heavy."""
+AITERS = ("aiter", "jax-aiter")
+# The kernels of AITER's that the model knows, by dtype and head dims.
+AITER_KERNELS = {
+    "fp8_128x128": "AITER FP8 v3",
+    "bf16_128x128": "AITER BF16 v3",
+    "bf16_192x128": "OPUS BF16 192/128",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +74,12 @@ class Case:
     tokens: int
     batch: int
     heads: tuple[int, int]
+
+    @property
+    def kind(self) -> str:
+        """What shapes of one panel, or one row, have in common."""
+        qk, v = self.head_dims
+        return f"{self.dtype} {qk}/{v}, {'causal' if self.causal else 'no mask'}"
 
     @property
     def flops(self) -> float:
@@ -93,8 +105,13 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """TFLOP/s by the cycle model: with its nominal constants, and over their range."""
+    """TFLOP/s by the cycle model: with its nominal constants, and over their range.
 
+    Attributes:
+      kernel: of the package, or a public one.
+    """
+
+    kernel: str
     tflops: float
     lowest: float
     highest: float
@@ -115,6 +132,21 @@ class Result:
     def tflops(self) -> float | None:
         return None if self.seconds is None else self.case.flops / self.seconds / 1e12
 
+    @property
+    def over_predicted(self) -> float | None:
+        """Measured over predicted."""
+        if self.tflops is None or self.prediction is None:
+            return None
+        return self.tflops / self.prediction.tflops
+
+    @property
+    def as_predicted(self) -> bool:
+        """Whether it lies within the cycle model's range."""
+        p = self.prediction
+        if p is None or self.tflops is None:
+            return False
+        return p.lowest <= self.tflops <= p.highest
+
     def as_json(self) -> dict[str, Any]:
         tflops = self.tflops
         share = None if tflops is None else tflops / PEAKS[self.case.dtype]
@@ -127,6 +159,7 @@ class Result:
             "error": self.error,
             "trouble": self.trouble,
             "predicted": self.prediction and dataclasses.asdict(self.prediction),
+            "measured_over_predicted": self.over_predicted,
         }
 
 
@@ -147,8 +180,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--masks", nargs="+", choices=("causal", "full"), default=("causal", "full")
     )
     parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where a report goes")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="PNG, SVG or PDF")
+    report.add_arguments(parser)
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -157,8 +189,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.picture is not None:
-        plot.check(args.picture)
+    report.check(args)
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
@@ -171,6 +202,18 @@ def run(args: argparse.Namespace) -> int:
     predict = predictor() if "gfx950" in backend.targets else None
     if "gfx950" in backend.targets and predict is None:
         console.print("the cycle model's predictions need a checkout and '.[bench]'")
+
+    def write_report(results: list[Result]) -> None:
+        report.write(
+            "rocm",
+            args,
+            device,
+            backend=dataclasses.asdict(backend),
+            peaks=PEAKS,
+            results=[result.as_json() for result in results],
+            measured_over_predicted=_mean_differences(results),
+        )
+
     results: list[Result] = []
     for dtype, head_dims, causal in _kinds(args):
         of_kind = []
@@ -179,28 +222,22 @@ def run(args: argparse.Namespace) -> int:
             of_kind += [_predicted(x, predict) for x in measured]
         console.print(_table(of_kind, backend.targets))
         results += of_kind
-    if args.json is not None:
-        report = {
-            "format": FORMAT,
-            "command": "benchmarks rocm",
-            **environment,
-            "zyfa_jax": zyfa_jax.__version__,
-            "backend": dataclasses.asdict(backend),
-            "peaks": PEAKS,
-            "results": [result.as_json() for result in results],
-        }
-        args.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
+        write_report(results)  # what follows may fail, or never end
+    if any(x.over_predicted for x in results):
+        console.print(_differences(results))
     if args.picture is not None:
-        plot.save(args.picture, environment["device"], _panels(results))
+        title = f"{environment['device']}, jax {environment['jax']}"
+        plot.save(args.picture, title, _panels(results), _note(results))
     failed = [x for x in results if x.implementation == "zyfa_jax" and x.trouble]
     return 1 if failed else 0
 
 
-Predict = Callable[[Case], Prediction | None]
+Predict = Callable[[str, Case], Prediction | None]
+"""Of an implementation and a shape."""
 
 
 def predictor() -> Predict | None:
-    """The cycle model of the kernels for gfx950; None where it is not to be had."""
+    """The cycle model of gfx950; None where it is not to be had."""
     try:
         from tools.gfx950.timing import whole
     except ImportError:
@@ -208,41 +245,122 @@ def predictor() -> Predict | None:
     from . import gfx950, gfx950_speed
 
     kernels = gfx950_speed.traced(gfx950.kernels())
-    kinds = {"float8_e4m3fn": "fp8", "bfloat16": "bf16"}
+    public = {x.name: x for x in whole.PUBLIC}
 
-    def predict(case: Case) -> Prediction | None:
-        qk, v = case.head_dims
-        kernel = kernels.get(f"{kinds[case.dtype]}_{qk}x{v}")
-        if kernel is None or case.tokens < gfx950_speed.LENGTHS[0]:
+    def predict(implementation: str, case: Case) -> Prediction | None:
+        if case.tokens < FEWEST_PREDICTED:
             return None
-        work = kernel.work(case.tokens, case.batch * case.heads[0], case.causal)
-        values = []
-        for c in gfx950_speed.constant_sets().values():
-            speed = whole.tflops(
-                kernel.cost(c, causal=case.causal), work, c, kernel.rescaling(c, work)
+        heads = case.batch * case.heads[0]
+        qk, v = case.head_dims
+        kind = "fp8" if case.dtype == "float8_e4m3fn" else "bf16"
+        name = f"{kind}_{qk}x{v}"
+        if implementation == "zyfa_jax" and name in kernels:
+            kernel = kernels[name]
+            work = kernel.work(case.tokens, heads, case.causal)
+            speed = functools.partial(
+                gfx950_speed.speed, kernel, work=work, random_logits=True
             )
-            values.append(whole.calibrate(c)[0] * speed)
-        return Prediction(values[0], min(values), max(values))
+        elif implementation in AITERS and name in AITER_KERNELS:
+            name = AITER_KERNELS[name]
+            speed = functools.partial(
+                gfx950_speed.public_speed,
+                public[name],
+                tokens=case.tokens,
+                heads=heads,
+                causal=case.causal,
+            )
+        else:
+            return None
+        nominal, *others = (speed(c=c) for c in gfx950_speed.constant_sets().values())
+        return Prediction(name, nominal, min(nominal, *others), max(nominal, *others))
 
     return predict
 
 
 def _predicted(result: Result, predict: Predict | None) -> Result:
-    if predict is None or result.implementation != "zyfa_jax":
+    if predict is None or result.tflops is None:
         return result
-    return dataclasses.replace(result, prediction=predict(result.case))
+    prediction = predict(result.implementation, result.case)
+    return dataclasses.replace(result, prediction=prediction)
+
+
+def _mean_differences(results: list[Result]) -> dict[str, dict[str, float]]:
+    """{implementation: {kind: measured over predicted, geometric mean of lengths}}."""
+    ratios: dict[str, dict[str, list[float]]] = {}
+    for x in results:
+        if x.over_predicted is not None:
+            of_kind = ratios.setdefault(x.implementation, {})
+            of_kind.setdefault(x.case.kind, []).append(x.over_predicted)
+    return {
+        implementation: {
+            kind: statistics.geometric_mean(x) for kind, x in kinds.items()
+        }
+        for implementation, kinds in ratios.items()
+    }
+
+
+def _differences(results: list[Result]) -> Table:
+    """Measured over predicted by length, and the mean by which a kernel is off."""
+    table = Table(
+        title="Measured / cycle model (*: out of its range)",
+        title_justify="left",
+        caption="A length alone that is off: a block's cost, or a launch's. A kernel: "
+        "its tile. All of them, AITER's too: the clock.",
+        caption_justify="left",
+    )
+    table.add_column("implementation")
+    table.add_column("kind")
+    lengths = sorted({x.case.tokens for x in results if x.over_predicted})
+    for tokens in lengths:
+        table.add_column(str(tokens), justify="right")
+    table.add_column("mean", justify="right")
+    for implementation, kinds in _mean_differences(results).items():
+        for kind, mean in kinds.items():
+            cells = {
+                x.case.tokens: f"{x.over_predicted:.2f}{' ' if x.as_predicted else '*'}"
+                for x in results
+                if (x.implementation, x.case.kind) == (implementation, kind)
+                and x.over_predicted is not None
+            }
+            row = (cells.get(tokens, "") for tokens in lengths)
+            table.add_row(implementation, kind, *row, f"{mean:.2f}")
+    return table
 
 
 def _panels(results: list[Result]) -> list[plot.Panel]:
-    panels: dict[str, list[Result]] = {}
+    kinds: dict[str, list[Result]] = {}
     for x in results:
-        mask = "causal" if x.case.causal else "no mask"
-        qk, v = x.case.head_dims
-        panels.setdefault(f"{x.case.dtype} {qk}/{v}, {mask}", []).append(x)
-    return [
-        plot.Lines(title, "TFLOP/s", _lines(of_panel))
-        for title, of_panel in panels.items()
+        kinds.setdefault(x.case.kind, []).append(x)
+    panels: list[plot.Panel] = [
+        plot.Lines(kind, "TFLOP/s", _lines(of_kind)) for kind, of_kind in kinds.items()
     ]
+    for implementation, differences in _mean_differences(results).items():
+        lines = [
+            plot.Line(
+                kind,
+                [
+                    (x.case.tokens, x.over_predicted)
+                    for x in kinds[kind]
+                    if x.implementation == implementation and x.over_predicted
+                ],
+                peer=implementation != "zyfa_jax",
+            )
+            for kind in differences
+        ]
+        panels.append(
+            plot.Lines(
+                implementation, "measured / cycle model", lines, 1.0, from_zero=False
+            )
+        )
+    return panels
+
+
+def _note(results: list[Result]) -> str:
+    heads, kv_heads = results[0].case.heads
+    note = f"{heads} query and {kv_heads} key/value heads, standard normal inputs."
+    if any(x.prediction for x in results):
+        note += " Band: the range of the cycle model of zyfa_jax."
+    return note
 
 
 def _lines(results: list[Result]) -> list[plot.Line]:
@@ -256,7 +374,9 @@ def _lines(results: list[Result]) -> list[plot.Line]:
         if points:
             lines.append(plot.Line(name, points, peer=name != "zyfa_jax"))
     predicted = [
-        (x.case.tokens, x.prediction) for x in results if x.prediction is not None
+        (x.case.tokens, x.prediction)
+        for x in results
+        if x.implementation == "zyfa_jax" and x.prediction is not None
     ]
     if predicted:
         lines.append(
@@ -521,9 +641,7 @@ def _table(results: list[Result], targets: tuple[str, ...]) -> Table:
     case = results[0].case
     heads, kv_heads = case.heads
     table = Table(
-        title=f"{case.dtype} {case.head_dims[0]}/{case.head_dims[1]}, "
-        f"{'causal' if case.causal else 'no mask'}, {heads} query and {kv_heads} "
-        "key/value heads",
+        title=f"{case.kind}, {heads} query and {kv_heads} key/value heads",
         title_justify="left",
     )
     for column in ("tokens", "batch", "implementation"):
@@ -546,7 +664,7 @@ def _table(results: list[Result], targets: tuple[str, ...]) -> Table:
         table.add_row(
             *row,
             f"{result.seconds * 1e3:.3f}",
-            f"{result.tflops:.3g}",
+            f"{result.tflops:{'.0f' if result.tflops >= 100 else '.3g'}}",
             share,
             f"{result.error:.4f}",
             *(_beside(result.tflops, result.prediction) if predicted else ()),

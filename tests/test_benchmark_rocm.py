@@ -13,8 +13,10 @@ import pytest
 import zyfa_jax
 from benchmarks import rocm
 from benchmarks.__main__ import main
+from tools.gfx950.timing import schedules
 
 QUICK = ["rocm", "--quick"]
+PREDICTOR = rocm.predictor
 
 
 class Tensor:
@@ -196,32 +198,95 @@ def predicted(monkeypatch):
             for x in backends()
         ]
 
+    def predict(implementation, case):
+        known = implementation == "zyfa_jax"
+        return rocm.Prediction("a kernel", 2.0, 1.0, 4.0) if known else None
+
     monkeypatch.setattr(zyfa_jax, "backends", on_gfx950)
-    monkeypatch.setattr(
-        rocm, "predictor", lambda: lambda case: rocm.Prediction(2.0, 1.0, 4.0)
-    )
+    monkeypatch.setattr(rocm, "predictor", lambda: predict)
 
 
 def test_the_cycle_model_stands_beside(alone, predicted, tmp_path, capsys):
-    report, picture = tmp_path / "report.json", tmp_path / "picture.svg"
-    assert main([*QUICK, "--json", str(report), "--picture", str(picture)]) == 0
+    file, picture = tmp_path / "report.json", tmp_path / "picture.svg"
+    assert main([*QUICK, "--json", str(file), "--picture", str(picture)]) == 0
     printed = capsys.readouterr().out
-    assert "measured / model" in printed
+    assert "Measured / cycle model" in printed
     assert "2 (1-4)" in printed
-    for x in json.loads(report.read_text())["results"]:
-        ours = {"tflops": 2.0, "lowest": 1.0, "highest": 4.0}
-        assert x["predicted"] == (ours if x["implementation"] == "zyfa_jax" else None)
+    report = json.loads(file.read_text())
+    means = report["measured_over_predicted"]["zyfa_jax"]
+    for x in report["results"]:
+        if x["implementation"] != "zyfa_jax":
+            assert x["predicted"] is None
+            continue
+        values = {"tflops": 2.0, "lowest": 1.0, "highest": 4.0}
+        assert x["predicted"] == {"kernel": "a kernel", **values}
+        ratio = x["measured_over_predicted"]
+        assert ratio == x["tflops"] / 2
+        qk, v = x["head_dims"]
+        assert means[f"{x['dtype']} {qk}/{v}, causal"] == pytest.approx(ratio)
     drawn = picture.read_text()
-    for text in ("cycle model", "zyfa_jax", "bfloat16 192/128, causal", "TFLOP/s"):
+    for text in (
+        *("cycle model", "zyfa_jax", "bfloat16 192/128, causal", "TFLOP/s"),
+        "measured / cycle model",
+    ):
         assert f"<!-- {text} -->" in drawn
 
 
+def test_differences_by_kernel_and_length():
+    def result(tokens, tflops, causal=True, implementation="zyfa_jax"):
+        case = rocm.Case("bfloat16", (128, 128), causal, tokens, 1, (2, 1))
+        seconds = case.flops / tflops / 1e12
+        prediction = rocm.Prediction("x", 100.0, 90.0, 120.0)
+        return rocm.Result(case, implementation, seconds, 0.0, prediction=prediction)
+
+    results = [
+        result(2048, 50.0),
+        result(4096, 110.0),
+        result(4096, 120.01, causal=False),
+        result(4096, 90.1, implementation="aiter"),
+        dataclasses.replace(result(2048, 1.0, implementation="torch"), prediction=None),
+    ]
+    causal, no_mask = "bfloat16 128/128, causal", "bfloat16 128/128, no mask"
+    assert rocm._mean_differences(results) == {
+        "zyfa_jax": {
+            causal: pytest.approx((0.5 * 1.1) ** 0.5),
+            no_mask: pytest.approx(1.2001),
+        },
+        "aiter": {causal: pytest.approx(0.901)},
+    }
+    columns = [list(x.cells) for x in rocm._differences(results).columns]
+    assert columns == [
+        ["zyfa_jax", "zyfa_jax", "aiter"],
+        [causal, no_mask, causal],
+        ["0.50*", "", ""],
+        ["1.10 ", "1.20*", "0.90 "],
+        ["0.74", "1.20", "0.90"],
+    ]
+
+
+def test_a_report_of_what_was_done_outlives_a_failure(alone, monkeypatch, tmp_path):
+    file = tmp_path / "report.json"
+    table = rocm._table
+
+    def fail_second(results, targets):
+        if results[0].case.head_dims == (192, 128):
+            raise KeyboardInterrupt
+        return table(results, targets)
+
+    monkeypatch.setattr(rocm, "_table", fail_second)
+    with pytest.raises(KeyboardInterrupt):
+        main([*QUICK, "--json", str(file)])
+    [ours] = json.loads(file.read_text())["results"]
+    assert ours["head_dims"] == [128, 128]
+
+
 def test_without_a_checkout_nothing_is_predicted(alone, predicted, monkeypatch, capsys):
-    monkeypatch.setattr(rocm, "predictor", lambda: None)
+    monkeypatch.setitem(sys.modules, "tools.gfx950.timing", None)
+    monkeypatch.setattr(rocm, "predictor", PREDICTOR)
     assert main(QUICK) == 0
     printed = capsys.readouterr().out
     assert "predictions need a checkout" in printed
-    assert "measured / model" not in printed
+    assert "easured / " not in printed
 
 
 @pytest.mark.slow
@@ -231,8 +296,17 @@ def test_the_cycle_model_predicts_these_shapes():
     case = rocm.Case("bfloat16", (128, 128), True, 4096, 8, (32, 8))
     for dtype, peak in rocm.PEAKS.items():
         for causal in (True, False):
-            x = predict(dataclasses.replace(case, dtype=dtype, causal=causal))
-            assert x is not None
-            assert 0.3 * peak < x.lowest <= x.tflops <= x.highest < peak
-    assert predict(dataclasses.replace(case, tokens=160)) is None
-    assert predict(dataclasses.replace(case, head_dims=(64, 64))) is None
+            same = dataclasses.replace(case, dtype=dtype, causal=causal)
+            ours, aiters = predict("zyfa_jax", same), predict("aiter", same)
+            assert ours is not None
+            assert aiters is not None
+            assert 0.3 * peak < ours.lowest <= ours.tflops <= ours.highest < peak
+            assert aiters.kernel.startswith("AITER")
+            assert aiters.tflops < ours.tflops
+    assert predict("torch", case) is None
+    assert predict("zyfa_jax", dataclasses.replace(case, tokens=160)) is None
+    assert predict("zyfa_jax", dataclasses.replace(case, head_dims=(64, 64))) is None
+
+
+def test_the_models_kernels_of_aiters_are_there():
+    assert set(rocm.AITER_KERNELS.values()) <= {x.name for x in schedules.PUBLIC}

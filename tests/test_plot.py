@@ -70,6 +70,20 @@ def test_a_name_keeps_its_colour():
             assert line.get_color() == section.looks[str(line.get_label())].colour
 
 
+@pytest.mark.parametrize("from_zero", [True, False])
+def test_a_row_has_one_scale_that_holds_all_of_it(from_zero):
+    low, high = (
+        plot.Lines("", "", [plot.Line("a", [(1, x), (2, x + 1)])], from_zero=from_zero)
+        for x in (1.0, 9.0)
+    )
+    figure: Any = Figure()
+    plot._Section([low, high]).draw(figure.subfigures(), 10)
+    first, second = (axes.get_ylim() for axes in figure.get_axes())
+    assert first == second
+    assert first[1] >= 10
+    assert first[0] == 0 if from_zero else 0 < first[0] <= 1
+
+
 def test_bars_stand_at_their_groups():
     axes: Any = Figure().subplots()
     panel = PANELS[-1]

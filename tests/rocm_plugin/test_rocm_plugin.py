@@ -241,9 +241,10 @@ def test_the_check_of_the_kernels(rocm, monkeypatch, capsys):
 
 def test_the_benchmark(rocm, monkeypatch, tmp_path):
     monkeypatch.setattr(benchmark, "HEAD_DIMS", ((192, 128),))
-    file = tmp_path / "report.json"
+    file, picture = tmp_path / "report.json", tmp_path / "picture.svg"
+    files = ["--json", str(file), "--picture", str(picture)]
     with rocm.recording() as launches:
-        assert benchmarks_main(["rocm", "--quick", "--json", str(file)]) == 0
+        assert benchmarks_main(["rocm", "--quick", *files]) == 0
     report = json.loads(file.read_text())
     assert report["architecture"] == "gfx950"
     assert report["backend"]["platform"] == "rocm"
@@ -251,3 +252,6 @@ def test_the_benchmark(rocm, monkeypatch, tmp_path):
     for result in report["results"]:
         if result["implementation"] == "zyfa_jax":
             assert not result["trouble"]
+    drawn = picture.read_text()
+    assert "<!-- bfloat16 192/128, causal -->" in drawn
+    assert "stand-in" in drawn
