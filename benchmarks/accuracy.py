@@ -12,7 +12,7 @@ import argparse
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import zyfa_jax
 from zyfa_jax import _gradient, reference
 from zyfa_jax._attention import canonical
 
-from . import families
+from . import families, plot, report
 
 HEAD_DIMS = ((128, 128), (192, 128))
 ROWS = {"all rows": slice(None), "last 64 rows": slice(-64, None)}
@@ -45,10 +45,18 @@ BASELINE = MODELS["exact row"]
 # None is what `attention` takes on this platform.
 KERNELS = {"kernel, linear": False, "kernel, quadratic": True, "kernel": None}
 
+# In pictures, where more bars cannot be told apart; each kernel is near its model.
+PICTURED = ("kernel", AITER, *(x for key, x in MODELS.items() if key != "unit"))
+
 BAR = "bar for the kernel"
 BAR_FACTOR = 1.2
 # The sink's few rows at the end are what a long context shows; (head dim, bar).
 SINK_BAR = (128, 0.0015)
+
+NOTE = (
+    "norm(out - float64) / norm(float64), the mean over seeds. "
+    "kernel: what `attention` takes here; line: its bar."
+)
 
 Options = dict[str, Any]
 # (name, options for q, for k, for v)
@@ -123,35 +131,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "of shape (tokens, heads, dim), and scale_<layer>, window_<layer> where a "
         "layer has its own",
     )
+    report.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    report.check(args)
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
+    kernels: dict[str, dict[str, Errors]] = {}
+    failures = []
     if args.cases is not None:
         cases = list(load_cases(args.cases))
-        errors = _measure(console, {case.name: [case] for case in cases})
-        _print_kernel_errors(console, args.cases.name, errors)
-        _print_option_errors(console, args.cases.name, cases)
-        return 0
-    failures = []
-    for dims in HEAD_DIMS:
-        errors = _measure(
-            console,
-            {
+        title = args.cases.name
+        kernels[title] = _measure(console, {case.name: [case] for case in cases})
+        _print_kernel_errors(console, title, kernels[title])
+    else:
+        for dims in HEAD_DIMS:
+            title = f"{args.tokens} tokens, head dim {dims[0]}/{dims[1]}"
+            groups = {
                 name: [_family(name, args.tokens, dims, s) for s in range(args.seeds)]
                 for name in args.families
-            },
-        )
-        add_bar(errors, dims[0])
-        title = f"{args.tokens} tokens, head dim {dims[0]}/{dims[1]}"
-        _print_kernel_errors(console, title, errors)
-        failures += [f"{title}: {failure}" for failure in missed(errors)]
-    cases = [_family(name, args.tokens, HEAD_DIMS[0], 0) for name in args.families]
-    _print_option_errors(console, f"{args.tokens} tokens, head dim 128", cases)
+            }
+            kernels[title] = errors = _measure(console, groups)
+            add_bar(errors, dims[0])
+            _print_kernel_errors(console, title, errors)
+            failures += [f"{title}: {failure}" for failure in missed(errors)]
+        cases = [_family(name, args.tokens, HEAD_DIMS[0], 0) for name in args.families]
+        title = f"{args.tokens} tokens, head dim 128"
+    options = _measure_options(console, cases)
+    _print_option_errors(console, title, options)
     for failure in failures:
         console.print(failure, style="red")
+    report.write(
+        "accuracy",
+        args,
+        jax.devices()[0],
+        kernel_errors=_as_json(kernels),
+        option_errors={title: options},
+        missed=failures,
+    )
+    if args.picture is not None:
+        panels = _panels(kernels, title, options)
+        device = jax.devices()[0].device_kind
+        plot.save(args.picture, f"Error of FP8 attention, {device}", panels, NOTE)
     return 1 if failures else 0
 
 
@@ -253,7 +276,9 @@ def _errors(out: Any, exact: np.ndarray) -> np.ndarray:
     )
 
 
-def _measure(console: Console, groups: dict[str, Sequence[Case]]) -> dict[str, Errors]:
+def _measure(
+    console: Console, groups: Mapping[str, Sequence[Case]]
+) -> dict[str, Errors]:
     """{group: the mean errors of its cases}."""
     means = {}
     with Progress(console=console, transient=True) as progress:
@@ -286,17 +311,61 @@ def _print_kernel_errors(
         console.print(table)
 
 
-def _print_option_errors(console: Console, title: str, cases: Sequence[Case]) -> None:
-    errors = []
+def _measure_options(
+    console: Console, cases: Sequence[Case]
+) -> dict[str, dict[str, float]]:
+    """{case: {quantize options: end-to-end error}}."""
     with Progress(console=console, transient=True) as progress:
-        for case in progress.track(cases, description="options of quantize"):
-            errors.append(option_errors(case))
-    table = _table(
-        f"End-to-end error by options of quantize, {title}", [c.name for c in cases]
-    )
+        tracked = progress.track(cases, description="options of quantize")
+        return {case.name: option_errors(case) for case in tracked}
+
+
+def _print_option_errors(
+    console: Console, title: str, errors: dict[str, dict[str, float]]
+) -> None:
+    table = _table(f"End-to-end error by options of quantize, {title}", errors)
     for name, *_ in OPTIONS:
-        table.add_row(name, *(f"{columns[name]:.4f}" for columns in errors))
+        table.add_row(name, *(f"{columns[name]:.4f}" for columns in errors.values()))
     console.print(table)
+
+
+def _as_json(kernels: dict[str, dict[str, Errors]]) -> Any:
+    return {
+        title: {
+            name: {
+                row: dict(zip(ROWS, x.tolist(), strict=True)) for row, x in e.items()
+            }
+            for name, e in errors.items()
+        }
+        for title, errors in kernels.items()
+    }
+
+
+def _panels(
+    kernels: dict[str, dict[str, Errors]],
+    title: str,
+    options: dict[str, dict[str, float]],
+) -> list[plot.Panel]:
+    panels: list[plot.Panel] = [
+        plot.Groups(
+            f"{inputs}, {where}",
+            "kernel error",
+            {
+                name: {row: float(errors[row][i]) for row in PICTURED}
+                for name, errors in groups.items()
+            },
+            {
+                name: float(errors[BAR][i])
+                for name, errors in groups.items()
+                if BAR in errors
+            },
+            log=True,
+        )
+        for inputs, groups in kernels.items()
+        for i, where in enumerate(ROWS)
+    ]
+    by_options = f"By options of quantize, {title}"
+    return [*panels, plot.Groups(by_options, "end-to-end error", options)]
 
 
 def _table(title: str, columns) -> Table:

@@ -25,6 +25,8 @@ from rich.table import Table
 import zyfa_jax
 from zyfa_jax._timing import interleaved_medians
 
+from . import plot, report
+
 Q_HEADS, KV_HEADS, HEAD_DIM = 8, 2, 128
 
 # (implementation, baseline, the least ratio of their speeds).
@@ -45,14 +47,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="256 tokens, one repeat: only shows it runs",
     )
+    report.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    report.check(args)
     lengths, repeats = ([256], 1) if args.quick else (args.tokens, args.repeats)
     cores = _keep_to_cores(args.cores)
     jax.config.update("jax_platforms", "cpu")
     console = Console()
-    console.print(_machine(cores))
+    machine = _machine(cores)
+    console.print(machine)
+    results: dict[int, dict[str, float]] = {}
     for tokens in lengths:
         calls = _zyfa_and_jax_calls(tokens) | _torch_calls(tokens, cores)
         with Progress(console=console, transient=True) as progress:
@@ -60,8 +66,42 @@ def run(args: argparse.Namespace) -> int:
             seconds = interleaved_medians(
                 calls, repeats, after_round=functools.partial(progress.advance, task)
             )
+        results[tokens] = seconds
         _print_tables(console, tokens, seconds)
+    report.write(
+        "cpu",
+        args,
+        jax.devices()[0],
+        cpu=machine,
+        results=[
+            {
+                "tokens": tokens,
+                "implementation": name,
+                "seconds": median,
+                "gflops": _gflops(tokens, median),
+            }
+            for tokens, seconds in results.items()
+            for name, median in seconds.items()
+        ],
+    )
+    if args.picture is not None:
+        model, *_ = machine.partition(", ")
+        note = f"{cores} cores, {Q_HEADS} query and {KV_HEADS} key/value heads."
+        plot.save(args.picture, model, [_panel(results)], note)
     return 0
+
+
+def _panel(results: dict[int, dict[str, float]]) -> plot.Panel:
+    names = dict.fromkeys(name for seconds in results.values() for name in seconds)
+    lines = [
+        plot.Line(
+            name,
+            [(n, _gflops(n, x[name])) for n, x in results.items() if name in x],
+            peer=not name.startswith("zyfa"),
+        )
+        for name in names
+    ]
+    return plot.Lines(f"causal, head dim {HEAD_DIM}", "GFLOP/s", lines)
 
 
 def _keep_to_cores(cores: int) -> int:
@@ -133,11 +173,15 @@ def _torch_calls(tokens: int, cores: int) -> dict[str, Callable[[], object]]:
     }
 
 
+def _gflops(tokens: int, seconds: float) -> float:
+    return 4 * Q_HEADS * HEAD_DIM * tokens**2 / 2 / seconds / 1e9
+
+
 def _print_tables(console: Console, tokens: int, seconds: dict[str, float]) -> None:
-    flops = 4 * Q_HEADS * HEAD_DIM * tokens**2 / 2
     speeds = Table("implementation", "median ms", "GFLOP/s", title=f"{tokens} tokens")
     for name, median in seconds.items():
-        speeds.add_row(name, f"{median * 1e3:.2f}", f"{flops / median / 1e9:.0f}")
+        gflops = _gflops(tokens, median)
+        speeds.add_row(name, f"{median * 1e3:.2f}", f"{gflops:.0f}")
     console.print(speeds)
     ratios = Table("speed of", "over", "ratio", "bar at 4096 tokens")
     for name, other, bar in BARS:

@@ -304,8 +304,7 @@ def _differences(results: list[Result]) -> Table:
     table = Table(
         title="Measured / cycle model (*: out of its range)",
         title_justify="left",
-        caption="A length alone that is off: a block's cost, or a launch's. A kernel: "
-        "its tile. All of them, AITER's too: the clock.",
+        caption="what each pattern means: docs/rocm_plugin.md",
         caption_justify="left",
     )
     table.add_column("implementation")

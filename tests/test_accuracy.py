@@ -1,6 +1,7 @@
 """The kernel's error on each family, and the accuracy benchmark's own parts."""
 
 import argparse
+import json
 
 import numpy as np
 import pytest
@@ -46,14 +47,31 @@ def test_a_missed_bar_is_told():
     ]
 
 
-def test_the_command_prints_its_tables(capsys):
+def test_the_command_prints_draws_and_reports(tmp_path, capsys):
+    file, picture = tmp_path / "report.json", tmp_path / "picture.svg"
     status = accuracy.run(
-        arguments("--tokens", "128", "--seeds", "1", "--families", "gauss", "local")
+        arguments(
+            *("--tokens", "128", "--seeds", "1", "--families", "gauss", "local"),
+            *("--json", str(file), "--picture", str(picture)),
+        )
     )
     printed = capsys.readouterr().out
     assert status == 0
-    for row in (*accuracy.KERNELS, accuracy.AITER, *(o[0] for o in accuracy.OPTIONS)):
+    options = [name for name, *_ in accuracy.OPTIONS]
+    for row in (*accuracy.KERNELS, accuracy.AITER, *options):
         assert row in printed
+    report = json.loads(file.read_text())
+    assert report["options"]["tokens"] == 128
+    assert len(report["kernel_errors"]) == len(accuracy.HEAD_DIMS)
+    errors = report["kernel_errors"]["128 tokens, head dim 192/128"]["local"]
+    assert set(errors) >= {*accuracy.KERNELS, *accuracy.MODELS.values(), accuracy.BAR}
+    assert list(errors["kernel"]) == list(accuracy.ROWS)
+    assert 0 < errors["kernel"]["all rows"] < errors[accuracy.BAR]["all rows"]
+    [by_options] = report["option_errors"].values()
+    assert list(by_options["gauss"]) == options
+    drawn = picture.read_text()
+    for text in (*accuracy.PICTURED, *options, "gauss", "end-to-end error"):
+        assert f"<!-- {text} -->" in drawn
 
 
 def test_saved_cases(tmp_path, capsys):
@@ -70,8 +88,10 @@ def test_saved_cases(tmp_path, capsys):
     assert (second.name, second.scale, second.window) == ("layer 10", 0.25, 63)
     np.testing.assert_array_equal(second.k, saved["k_10"])
 
-    assert accuracy.run(arguments("--cases", str(path))) == 0
+    picture = tmp_path / "picture.svg"
+    assert accuracy.run(arguments("--cases", str(path), "--picture", str(picture))) == 0
     assert "layer 10" in capsys.readouterr().out
+    assert "<!-- cases.npz, last 64 rows -->" in picture.read_text()
 
 
 def test_a_file_without_cases_is_refused(tmp_path):
