@@ -1,0 +1,77 @@
+// The attention kernels for Hopper; launch_plan.h says how they are launched.
+
+#include "csrc/cuda/sm90/attention.h"
+#include "csrc/cuda/sm90/transpose.h"
+
+namespace zyfa::sm90 {
+
+struct Fp8 {
+  using Products = Fp8Products;
+  using Softmax = Fp8Softmax;
+  static constexpr cuda::InType kInType = cuda::InType::kE4m3;
+  static constexpr int kBytes = 1;
+  static constexpr uint32_t kSignBits = 0x80808080;
+  static constexpr bool kTransposedValues = true;
+};
+
+struct BF16 {
+  using Products = BF16Products;
+  using Softmax = ExactSoftmax<BF16>;
+  static constexpr cuda::InType kInType = cuda::InType::kBF16;
+  static constexpr int kBytes = 2;
+  static constexpr uint32_t kSignBits = 0x80008000;
+  static constexpr bool kTransposedValues = false;
+  static ZYFA_DEVICE uint32_t Pack(float low, float high) {
+    return PackBFloats(low, high);
+  }
+};
+
+struct F16 {
+  using Products = F16Products;
+  using Softmax = ExactSoftmax<F16>;
+  static constexpr cuda::InType kInType = cuda::InType::kF16;
+  static constexpr int kBytes = 2;
+  static constexpr uint32_t kSignBits = 0x80008000;
+  static constexpr bool kTransposedValues = false;
+  static ZYFA_DEVICE uint32_t Pack(float low, float high) {
+    return PackHalves(low, high);
+  }
+};
+
+template <class Type, int kHeadDim>
+ZYFA_DEVICE void Run(const AttentionArgs& args, const TensorMap& q,
+                     const TensorMap& k, const TensorMap& v) {
+  extern __shared__ uint8_t shared_memory[];
+  Attention<Type, kHeadDim>(args, {&q, &k, &v}, shared_memory);
+}
+
+}  // namespace zyfa::sm90
+
+#define ZYFA_ATTENTION(name, Type, kHeadDim)                                  \
+  extern "C" __global__ void __launch_bounds__(zyfa::cuda::kAttentionThreads, \
+                                               1)                             \
+      zyfa_attention_##name(                                                  \
+          const __grid_constant__ zyfa::cuda::AttentionArgs args,             \
+          const __grid_constant__ zyfa::cuda::TensorMap q,                    \
+          const __grid_constant__ zyfa::cuda::TensorMap k,                    \
+          const __grid_constant__ zyfa::cuda::TensorMap v) {                  \
+    zyfa::sm90::Run<zyfa::sm90::Type, kHeadDim>(args, q, k, v);               \
+  }
+
+ZYFA_ATTENTION(fp8_128x128, Fp8, 128)
+ZYFA_ATTENTION(fp8_192x128, Fp8, 192)
+ZYFA_ATTENTION(bf16_128x128, BF16, 128)
+ZYFA_ATTENTION(bf16_192x128, BF16, 192)
+ZYFA_ATTENTION(f16_128x128, F16, 128)
+ZYFA_ATTENTION(f16_192x128, F16, 192)
+
+extern "C" __global__ void __launch_bounds__(zyfa::cuda::kPrepareThreads)
+    zyfa_prepare_fp8(const __grid_constant__ zyfa::cuda::AttentionArgs args) {
+  zyfa::sm90::ResetCounter(args);
+  zyfa::sm90::TransposeValues(args);
+}
+
+extern "C" __global__ void __launch_bounds__(zyfa::cuda::kPrepareThreads)
+    zyfa_prepare(const __grid_constant__ zyfa::cuda::AttentionArgs args) {
+  zyfa::sm90::ResetCounter(args);
+}

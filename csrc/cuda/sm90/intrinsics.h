@@ -1,0 +1,334 @@
+// The instructions of Hopper (sm_90a) that C++ has no words for.
+
+#ifndef ZYFA_CUDA_SM90_INTRINSICS_H_
+#define ZYFA_CUDA_SM90_INTRINSICS_H_
+
+#include <cstdint>
+
+#include "csrc/cuda/attention_args.h"
+
+#define ZYFA_DEVICE __device__ __forceinline__
+
+namespace zyfa::sm90 {
+
+// ---- Addresses and barriers of shared memory, as 32-bit addresses
+
+ZYFA_DEVICE uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+ZYFA_DEVICE void InitBarrier(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+               :
+               : "r"(barrier), "r"(arrivals)
+               : "memory");
+}
+
+// Makes initialised barriers visible to the copy engine.
+ZYFA_DEVICE void FenceBarrierInit() {
+  asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
+}
+
+ZYFA_DEVICE void StoreShared(uint32_t address, uint8_t byte) {
+  asm volatile("st.shared.b8 [%0], %1;"
+               :
+               : "r"(address), "r"(uint32_t{byte})
+               : "memory");
+}
+ZYFA_DEVICE uint4 LoadShared(uint32_t address) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
+}
+ZYFA_DEVICE void StoreShared(uint32_t address, uint4 x) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
+               :
+               : "r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
+}
+
+// Makes this thread's stores to shared memory visible to the matrix units and
+// the copy engine.
+ZYFA_DEVICE void FenceProxyAsync() {
+  asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
+}
+
+ZYFA_DEVICE void Arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];"
+               :
+               : "r"(barrier)
+               : "memory");
+}
+
+// Arrives, and announces bytes that copies will bring.
+ZYFA_DEVICE void ArriveExpecting(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+               :
+               : "r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// Waits until the phase of the given parity is over.
+ZYFA_DEVICE void Wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra over;\n"
+      "bra again;\n"
+      "over:\n}\n"
+      :
+      : "r"(barrier), "r"(parity)
+      : "memory");
+}
+
+ZYFA_DEVICE void StoreShared(uint32_t address, uint32_t word) {
+  asm volatile("st.shared.b32 [%0], %1;"
+               :
+               : "r"(address), "r"(word)
+               : "memory");
+}
+
+// Hardware barriers of the block, by number; `threads` counts both kinds.
+ZYFA_DEVICE void SyncNamed(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" : : "r"(id), "r"(threads) : "memory");
+}
+ZYFA_DEVICE void ArriveNamed(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" : : "r"(id), "r"(threads) : "memory");
+}
+
+// ---- The copy engine
+
+ZYFA_DEVICE void PrefetchMap(const cuda::TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" : : "l"(map) : "memory");
+}
+
+// Coordinates of a box, innermost first.
+struct Box {
+  int at[5];
+};
+
+// Starts the copy of a box to shared memory; its bytes count on the barrier.
+ZYFA_DEVICE void CopyBox(uint32_t to, const cuda::TensorMap* map, Box box,
+                         uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global"
+      ".mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];"
+      :
+      : "r"(to), "l"(map), "r"(box.at[0]), "r"(box.at[1]), "r"(box.at[2]),
+        "r"(box.at[3]), "r"(box.at[4]), "r"(barrier)
+      : "memory");
+}
+
+// ---- Registers of a warpgroup
+
+template <int kRegisters>
+ZYFA_DEVICE void GrowRegisters() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(kRegisters));
+}
+template <int kRegisters>
+ZYFA_DEVICE void ShrinkRegisters() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(kRegisters));
+}
+
+// ---- Matrix products of a warpgroup
+
+// Operands in shared memory: rows of 64 or 128 bytes, swizzled as the copy
+// engine swizzles them, in groups of eight rows.
+template <int kRowBytes>
+ZYFA_DEVICE uint64_t OperandAt(uint32_t address, int leading_bytes = 16) {
+  constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : 2;
+  constexpr uint64_t kGroupBytes = 8 * kRowBytes;
+  return (uint64_t{address & 0x3ffff} >> 4) |
+         (static_cast<uint64_t>(leading_bytes >> 4) << 16) |
+         ((kGroupBytes >> 4) << 32) | (kSwizzle << 62);
+}
+// The operand some bytes further on.
+ZYFA_DEVICE uint64_t Advance(uint64_t operand, int bytes) {
+  return operand + static_cast<uint64_t>(bytes >> 4);
+}
+
+// Before products that use registers which other instructions have written.
+ZYFA_DEVICE void FenceProducts() {
+  asm volatile("wgmma.fence.sync.aligned;" : : : "memory");
+}
+ZYFA_DEVICE void CommitProducts() {
+  asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory");
+}
+// Waits until at most kPending of the committed groups are under way.
+template <int kPending>
+ZYFA_DEVICE void WaitForProducts() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;"
+               :
+               : "n"(kPending)
+               : "memory");
+}
+
+// After a wait: keeps uses of what products wrote from moving before it; before
+// one: keeps work from moving behind it.
+template <int kCount>
+ZYFA_DEVICE void PinRegisters(float (&registers)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    asm volatile("" : "+f"(registers[i]) : : "memory");
+  }
+}
+template <int kSteps>
+ZYFA_DEVICE void PinRegisters(uint32_t (&registers)[kSteps][4]) {
+#pragma unroll
+  for (int i = 0; i < 4 * kSteps; ++i) {
+    asm volatile("" : "+r"(registers[i / 4][i % 4]) : : "memory");
+  }
+}
+
+// Operands of an assembler statement: the elements of an array from i on.
+#define ZYFA_OPERANDS_4(kind, d, i) \
+  kind((d)[i]), kind((d)[(i) + 1]), kind((d)[(i) + 2]), kind((d)[(i) + 3])
+#define ZYFA_OPERANDS_16(kind, d, i)                              \
+  ZYFA_OPERANDS_4(kind, d, i), ZYFA_OPERANDS_4(kind, d, (i) + 4), \
+      ZYFA_OPERANDS_4(kind, d, (i) + 8), ZYFA_OPERANDS_4(kind, d, (i) + 12)
+#define ZYFA_OPERANDS_64(kind, d)                              \
+  ZYFA_OPERANDS_16(kind, d, 0), ZYFA_OPERANDS_16(kind, d, 16), \
+      ZYFA_OPERANDS_16(kind, d, 32), ZYFA_OPERANDS_16(kind, d, 48)
+#define ZYFA_OPERANDS_68(kind, d) \
+  ZYFA_OPERANDS_64(kind, d), ZYFA_OPERANDS_4(kind, d, 64)
+#define ZYFA_NAMES_64                                                 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, " \
+  "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, " \
+  "%28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, " \
+  "%41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, " \
+  "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define ZYFA_NAMES_68 ZYFA_NAMES_64 ", %64, %65, %66, %67"
+
+// One product; `accumulates` is 1 or 0, and then the accumulators are outputs
+// alone ("=f"): as inputs they would keep what they held before alive, for
+// which there are not enough registers.
+#define ZYFA_PRODUCT(count, kind, accumulates, d, shape, operands, ...) \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " accumulates          \
+               ", 0;\nwgmma.mma_async.sync.aligned." shape              \
+               " {" ZYFA_NAMES_##count "}, " operands ";\n}\n"          \
+               : ZYFA_OPERANDS_##count(kind, d)                         \
+               : __VA_ARGS__)
+#define ZYFA_EITHER_PRODUCT(count, accumulates, d, ...) \
+  if constexpr (accumulates) {                          \
+    ZYFA_PRODUCT(count, "+f", "1", d, __VA_ARGS__);     \
+  } else {                                              \
+    ZYFA_PRODUCT(count, "=f", "0", d, __VA_ARGS__);     \
+  }
+
+// 64 rows by 128 columns: d = a b, or d += a b.
+struct Fp8Products {
+  static constexpr int kDepth = 32;  // of one product, in elements
+
+  // Both operands in shared memory.
+  template <bool kAccumulates>
+  static ZYFA_DEVICE void Multiply(float (&d)[64], uint64_t a, uint64_t b) {
+    ZYFA_EITHER_PRODUCT(64, kAccumulates, d, "m64n128k32.f32.e4m3.e4m3",
+                        "%64, %65, p, 1, 1", "l"(a), "l"(b));
+  }
+  // The first operand in registers; 8 columns more.
+  template <bool kAccumulates>
+  static ZYFA_DEVICE void Multiply(float (&d)[68], const uint32_t (&a)[4],
+                                   uint64_t b) {
+    ZYFA_EITHER_PRODUCT(68, kAccumulates, d, "m64n136k32.f32.e4m3.e4m3",
+                        "{%68, %69, %70, %71}, %72, p, 1, 1", "r"(a[0]),
+                        "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  }
+};
+
+struct BF16Products {
+  static constexpr int kDepth = 16;
+
+  template <bool kAccumulates>
+  static ZYFA_DEVICE void Multiply(float (&d)[64], uint64_t a, uint64_t b) {
+    ZYFA_EITHER_PRODUCT(64, kAccumulates, d, "m64n128k16.f32.bf16.bf16",
+                        "%64, %65, p, 1, 1, 0, 0", "l"(a), "l"(b));
+  }
+  // The first operand in registers; the second's rows lie along the depth.
+  template <bool kAccumulates>
+  static ZYFA_DEVICE void Multiply(float (&d)[64], const uint32_t (&a)[4],
+                                   uint64_t b) {
+    ZYFA_EITHER_PRODUCT(64, kAccumulates, d, "m64n128k16.f32.bf16.bf16",
+                        "{%64, %65, %66, %67}, %68, p, 1, 1, 1", "r"(a[0]),
+                        "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  }
+};
+
+struct F16Products {
+  static constexpr int kDepth = 16;
+
+  template <bool kAccumulates>
+  static ZYFA_DEVICE void Multiply(float (&d)[64], uint64_t a, uint64_t b) {
+    ZYFA_EITHER_PRODUCT(64, kAccumulates, d, "m64n128k16.f32.f16.f16",
+                        "%64, %65, p, 1, 1, 0, 0", "l"(a), "l"(b));
+  }
+  // The first operand in registers; the second's rows lie along the depth.
+  template <bool kAccumulates>
+  static ZYFA_DEVICE void Multiply(float (&d)[64], const uint32_t (&a)[4],
+                                   uint64_t b) {
+    ZYFA_EITHER_PRODUCT(64, kAccumulates, d, "m64n128k16.f32.f16.f16",
+                        "{%64, %65, %66, %67}, %68, p, 1, 1, 1", "r"(a[0]),
+                        "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  }
+};
+
+#undef ZYFA_EITHER_PRODUCT
+#undef ZYFA_PRODUCT
+#undef ZYFA_NAMES_68
+#undef ZYFA_NAMES_64
+#undef ZYFA_OPERANDS_68
+#undef ZYFA_OPERANDS_64
+#undef ZYFA_OPERANDS_16
+#undef ZYFA_OPERANDS_4
+
+// ---- Numbers
+
+// The same number, of which the compiler knows nothing.
+ZYFA_DEVICE int Forget(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// 2^x; denormal results become 0.
+ZYFA_DEVICE float Exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+ZYFA_DEVICE float Log2(float x) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two numbers rounded to half precision, negative ones to 0.
+ZYFA_DEVICE uint32_t PackHalvesAboveZero(float low, float high) {
+  uint32_t y;
+  asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+ZYFA_DEVICE uint32_t PackHalves(float low, float high) {
+  uint32_t y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+ZYFA_DEVICE uint32_t PackBFloats(float low, float high) {
+  uint32_t y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+// Two numbers as e4m3 in the low 16 bits.
+ZYFA_DEVICE uint32_t PackE4m3(float low, float high) {
+  uint16_t y;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+      : "=h"(y)
+      : "f"(high), "f"(low));
+  return y;
+}
+
+}  // namespace zyfa::sm90
+
+#endif  // ZYFA_CUDA_SM90_INTRINSICS_H_

@@ -1,0 +1,330 @@
+// Logits of one tile to probabilities, online. A warpgroup has 64 queries; the
+// accumulator of 128 columns gives each thread two rows, 8 apart, of which it
+// has columns 8 i + 2 (thread % 4) and the next: number 4 i + 2 row + column.
+// Four neighbouring threads share a row. Logits are in log2 units.
+
+#ifndef ZYFA_CUDA_SM90_SOFTMAX_H_
+#define ZYFA_CUDA_SM90_SOFTMAX_H_
+
+#include "csrc/cuda/sm90/intrinsics.h"
+#include "csrc/cuda/sm90/tiles.h"
+#include "csrc/numerics/online_softmax.h"
+
+namespace zyfa::sm90 {
+
+constexpr int kThreadRows = 2;
+constexpr int kLogits = kKeyBlock * kThreadRows / 4;   // of a thread
+constexpr int kOutputs = kValueDim * kThreadRows / 4;  // of a thread
+
+// The row of a thread's accumulator number i.
+constexpr int RowOf(int i) { return i / 2 % kThreadRows; }
+
+// What turns the dot products of a query into logits. Softmax wants it above
+// zero: its sign goes to the queries, and zero becomes a number that still
+// makes all logits alike.
+struct LogitFactor {
+  float magnitude;
+  bool negative;
+};
+
+ZYFA_DEVICE LogitFactor FactorOf(const AttentionArgs& args,
+                                 const WorkItem& item, int query) {
+  constexpr float kSmallest = 1e-30f;
+  // A query beyond the last takes the last one's.
+  const int known = min(query, args.q_len - 1);
+  const int scale = args.q_block > 0 ? known / args.q_block : 0;
+  const float q_scale =
+      args.q_scale[(int64_t{item.batch} * args.heads + item.head) *
+                       args.q_scales +
+                   scale];
+  const float k_scale =
+      args.k_scale[int64_t{item.kv_batch} * args.kv_heads + item.kv_head];
+  const float factor = numerics::LogitFactor(q_scale, k_scale);
+  return {fmaxf(fabsf(factor), kSmallest), factor < 0.0f};
+}
+
+// Of a thread's queries.
+struct LogitFactors {
+  float magnitude[kThreadRows];
+  bool negative[kThreadRows];
+
+  ZYFA_DEVICE LogitFactors(const AttentionArgs& args, const WorkItem& item,
+                           const ThreadQueries& queries) {
+#pragma unroll
+    for (int row = 0; row < kThreadRows; ++row) {
+      const LogitFactor factor = FactorOf(args, item, queries[row]);
+      magnitude[row] = factor.magnitude;
+      negative[row] = factor.negative;
+    }
+    PinRegisters(magnitude);  // not to be computed again for each tile
+  }
+  ZYFA_DEVICE float operator[](int row) const { return magnitude[row]; }
+};
+
+// Below every logit, and finite: differences with it are not NaN.
+constexpr float kLowestMax = -0x1.fffffep127f;
+
+ZYFA_DEVICE float SumOverRow(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// The largest number of each row, if any is above zero: the order of the
+// integers that their bits are is right then, and three of those are compared
+// at once. Otherwise something below zero.
+ZYFA_DEVICE void LargestOfRows(const float (&logits)[kLogits],
+                               float (&largest)[kThreadRows]) {
+  int best[kThreadRows][2];
+#pragma unroll
+  for (int i = 0; i < kLogits; i += 8) {
+#pragma unroll
+    for (int row = 0; row < kThreadRows; ++row) {
+#pragma unroll
+      for (int column = 0; column < 2; ++column) {
+        const int a = __float_as_int(logits[i + 2 * row + column]);
+        const int b = __float_as_int(logits[i + 4 + 2 * row + column]);
+        int& x = best[row][column];
+        x = i == 0 ? max(a, b) : __vimax3_s32(x, a, b);
+      }
+    }
+  }
+#pragma unroll
+  for (int row = 0; row < kThreadRows; ++row) {
+    int x = max(best[row][0], best[row][1]);
+    x = max(x, __shfl_xor_sync(~0u, x, 1));
+    x = max(x, __shfl_xor_sync(~0u, x, 2));
+    largest[row] = __int_as_float(x);
+  }
+}
+
+// The same for rows that have none above zero: among those, less is more.
+ZYFA_DEVICE void LargestOfNegativeRows(const float (&logits)[kLogits],
+                                       float (&largest)[kThreadRows]) {
+#pragma unroll
+  for (int row = 0; row < kThreadRows; ++row) {
+    unsigned x = ~0u;
+#pragma unroll
+    for (int i = 2 * row; i < kLogits; i += 4) {
+      x = __vimin3_u32(x, __float_as_uint(logits[i]),
+                       __float_as_uint(logits[i + 1]));
+    }
+    x = min(x, __shfl_xor_sync(~0u, x, 1));
+    x = min(x, __shfl_xor_sync(~0u, x, 2));
+    if (__float_as_int(largest[row]) < 0) largest[row] = __uint_as_float(x);
+  }
+}
+
+// Largest numbers up to `limit` ask for nothing unusual. NaN and what is below
+// zero lie beyond any limit, as integers without a sign.
+ZYFA_DEVICE bool AnyBeyond(const float (&largest)[kThreadRows],
+                           const float (&limit)[kThreadRows]) {
+  return __any_sync(
+      ~0u, (__float_as_uint(largest[0]) > __float_as_uint(limit[0])) |
+               (__float_as_uint(largest[1]) > __float_as_uint(limit[1])));
+}
+
+// FP8 probabilities without an exponential. Each tile is coded against its own
+// largest logit m, which codes as 2^8 exactly:
+//
+//   code = max(0, round(8 (t - m) + 120 - 0.45))
+//
+// made as a half-precision number so small that its bits are an integer. The
+// tile's product has accumulators of its own, which keeps the matrix unit's
+// short sums short, and is added up in float32 with the weight 2^(m - frame).
+struct Fp8Softmax {
+  static constexpr int kProducts = kOutputs + 4;  // the last four: row sums
+  static constexpr int kSteps = kKeyBlock / Fp8Products::kDepth;
+  static constexpr float kLog2Scale = numerics::kFp8ProbabilityLog2;
+  // The bits of a half below 2^-14 are the number in units of 2^-24.
+  static constexpr float kUnit = 0x1p-24f;
+  static constexpr float kTop = (120.0f - 0.45f) * kUnit;
+  // Of a tile's largest logit from zero. Beyond it, the fused multiply-add has
+  // too few bits for a code.
+  static constexpr float kLargestDistance = 0x1p14f;
+  // A frame is kept until a logit lies this far above it.
+  static constexpr float kFrameSlack = 60.0f;
+
+  LogitFactors factor;
+  float frame[kThreadRows] = {kLowestMax, kLowestMax};
+  float limit[kThreadRows] = {0.0f, 0.0f};  // of a tile's largest dot product
+  float sum[kThreadRows] = {0.0f, 0.0f};
+  float out[kOutputs] = {};
+  float product[kProducts] = {};
+  // Of the latest tile whose product was started, and of the one after it.
+  float weight[kThreadRows] = {0.0f, 0.0f};
+  float next_weight[kThreadRows];
+  uint32_t codes[kSteps][4];
+
+  ZYFA_DEVICE explicit Fp8Softmax(const LogitFactors& factors)
+      : factor(factors) {}
+
+  // Makes the new tile's codes, two in each of the first half of the logits,
+  // while the last tile's product is under way.
+  ZYFA_DEVICE void Prepare(float (&logits)[kLogits]) {
+    float largest[kThreadRows];
+    LargestOfRows(logits, largest);
+    float m[kThreadRows] = {largest[0] * factor[0], largest[1] * factor[1]};
+    if (AnyBeyond(largest, limit)) Reconsider(logits, largest, m);
+    float slope[kThreadRows];
+    float offset[kThreadRows];
+#pragma unroll
+    for (int row = 0; row < kThreadRows; ++row) {
+      slope[row] = factor[row] * (8.0f * kUnit);
+      offset[row] = fmaf(-largest[row], slope[row], kTop);
+      next_weight[row] = Exp2(m[row] - frame[row]);
+    }
+#pragma unroll
+    for (int i = 0; i < kLogits; i += 2) {
+      const float s = slope[RowOf(i)];
+      const float o = offset[RowOf(i)];
+      logits[i / 2] = __uint_as_float(PackHalvesAboveZero(
+          fmaf(logits[i], s, o), fmaf(logits[i + 1], s, o)));
+    }
+  }
+
+  // Once that product is complete. The order of a tile's keys is that of the
+  // transposed values.
+  ZYFA_DEVICE void Take(const float (&logits)[kLogits]) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int half = 8 * step + i / 2 * 4 + i % 2;
+        codes[step][i] = __byte_perm(__float_as_uint(logits[half]),
+                                     __float_as_uint(logits[half + 2]), 0x6420);
+      }
+    }
+  }
+
+  // Adds up the last tile's product.
+  ZYFA_DEVICE void Accumulate() {
+    PinRegisters(product);
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) {
+      out[i] = fmaf(product[i], weight[RowOf(i)], out[i]);
+    }
+#pragma unroll
+    for (int row = 0; row < kThreadRows; ++row) {
+      sum[row] = fmaf(product[kOutputs + 2 * row], weight[row], sum[row]);
+      weight[row] = next_weight[row];
+    }
+  }
+
+  // Rows whose largest number is not above zero, or far above the frame, or so
+  // far from zero that codes must be made from differences.
+  ZYFA_DEVICE void Reconsider(float (&logits)[kLogits],
+                              float (&largest)[kThreadRows],
+                              float (&m)[kThreadRows]) {
+    LargestOfNegativeRows(logits, largest);
+    float rescale[kThreadRows];
+    float shift[kThreadRows];
+#pragma unroll
+    for (int row = 0; row < kThreadRows; ++row) {
+      m[row] = largest[row] * factor[row];
+      // NaN replaces it, too.
+      const float next =
+          m[row] <= frame[row] + kFrameSlack ? frame[row] : m[row];
+      rescale[row] = Exp2(frame[row] - next);
+      frame[row] = next;
+      sum[row] *= rescale[row];
+      weight[row] *= rescale[row];
+      limit[row] = fmaxf(fminf(__fdividef(next + kFrameSlack, factor[row]),
+                               __fdividef(kLargestDistance, factor[row])),
+                         0.0f);
+      const bool empty = largest[row] == numerics::kNegativeInfinity;
+      shift[row] =
+          !empty && fabsf(m[row]) > kLargestDistance ? largest[row] : 0.0f;
+      largest[row] = empty ? 0.0f : largest[row] - shift[row];
+    }
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) out[i] *= rescale[RowOf(i)];
+#pragma unroll
+    for (int i = 0; i < kLogits; ++i) logits[i] -= shift[RowOf(i)];
+  }
+
+  ZYFA_DEVICE void Pin() {
+    PinRegisters(product);
+    PinRegisters(codes);
+  }
+  ZYFA_DEVICE void Multiply(int step, uint64_t values) {
+    if (step == 0) {
+      Fp8Products::Multiply<false>(product, codes[step], values);
+    } else {
+      Fp8Products::Multiply<true>(product, codes[step], values);
+    }
+  }
+  ZYFA_DEVICE float Frame(int row) const { return frame[row]; }
+  ZYFA_DEVICE float TotalSum(int row) const { return sum[row]; }
+};
+
+// Exact probabilities in 16 bits, relative to a maximum that is brought up to
+// date only when a logit exceeds it by 2^8.
+template <class Type>
+struct ExactSoftmax {
+  static constexpr int kSteps = kKeyBlock / Type::Products::kDepth;
+  static constexpr float kLog2Scale = 0.0f;
+  static constexpr float kSlack = 8.0f;
+
+  LogitFactors factor;
+  float max[kThreadRows] = {kLowestMax, kLowestMax};
+  float limit[kThreadRows] = {0.0f, 0.0f};  // of a tile's largest dot product
+  float sum[kThreadRows] = {0.0f, 0.0f};    // of this thread's keys
+  float out[kOutputs] = {};
+  float rescale[kThreadRows];
+  bool rescales = false;
+  uint32_t codes[kSteps][4];
+
+  ZYFA_DEVICE explicit ExactSoftmax(const LogitFactors& factors)
+      : factor(factors) {}
+
+  ZYFA_DEVICE void Prepare(float (&logits)[kLogits]) {
+    float largest[kThreadRows];
+    LargestOfRows(logits, largest);
+    rescales = AnyBeyond(largest, limit);
+    if (rescales) Reconsider(logits, largest);
+#pragma unroll
+    for (int i = 0; i < kLogits; ++i) {
+      const int row = RowOf(i);
+      logits[i] = Exp2(fmaf(logits[i], factor[row], -max[row]));
+      sum[row] += logits[i];
+    }
+  }
+
+  ZYFA_DEVICE void Reconsider(const float (&logits)[kLogits],
+                              float (&largest)[kThreadRows]) {
+    LargestOfNegativeRows(logits, largest);
+#pragma unroll
+    for (int row = 0; row < kThreadRows; ++row) {
+      const float m = largest[row] * factor[row];
+      const float next = m <= max[row] + kSlack ? max[row] : m;  // or NaN
+      rescale[row] = Exp2(max[row] - next);
+      sum[row] *= rescale[row];
+      max[row] = next;
+      limit[row] = fmaxf(__fdividef(next + kSlack, factor[row]), 0.0f);
+    }
+  }
+  ZYFA_DEVICE void Accumulate() {}
+  ZYFA_DEVICE void Pin() {
+    PinRegisters(out);
+    PinRegisters(codes);
+  }
+  ZYFA_DEVICE void Take(const float (&logits)[kLogits]) {
+    if (__builtin_expect(rescales, 0)) {
+#pragma unroll
+      for (int i = 0; i < kOutputs; ++i) out[i] *= rescale[RowOf(i)];
+    }
+#pragma unroll
+    for (int i = 0; i < kLogits / 2; ++i) {
+      codes[i / 4][i % 4] = Type::Pack(logits[2 * i], logits[2 * i + 1]);
+    }
+  }
+  ZYFA_DEVICE void Multiply(int step, uint64_t values) {
+    Type::Products::template Multiply<true>(out, codes[step], values);
+  }
+  ZYFA_DEVICE float Frame(int row) const { return max[row]; }
+  ZYFA_DEVICE float TotalSum(int row) const { return SumOverRow(sum[row]); }
+};
+
+}  // namespace zyfa::sm90
+
+#endif  // ZYFA_CUDA_SM90_SOFTMAX_H_
