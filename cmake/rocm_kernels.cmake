@@ -94,7 +94,7 @@ function(zyfa_link_rocm_kernels module)
     list(APPEND code_objects "${code_object}")
     list(APPEND arguments ${arch} "${code_object}")
   endforeach()
-  set(embedded "${CMAKE_BINARY_DIR}/code_objects.cc")
+  set(embedded "${CMAKE_BINARY_DIR}/rocm_code_objects.cc")
   add_custom_command(
     OUTPUT "${embedded}"
     COMMAND "${Python_EXECUTABLE}" "${CMAKE_SOURCE_DIR}/cmake/embed_code_objects.py"

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import logging
 import os
+import re
 import subprocess
 import sys
 
@@ -28,9 +29,9 @@ def platform(name):
 
 def lowered(platform, *, tokens=(20, 33), dims=None, dtype=None, **options):
     """The program of a call that the platform's kernel takes, but for what is given."""
-    rocm = platform == "rocm"
-    dims = dims or ((128, 128) if rocm else (16, 24))
-    dtype = dtype or (BF16 if rocm else F32)
+    gpu = platform != "cpu"
+    dims = dims or ((128, 128) if gpu else (16, 24))
+    dtype = dtype or (BF16 if gpu else F32)
     call = jax.jit(functools.partial(attention, **options))
     traced = call.trace(*make(tokens=tokens, dims=dims, dtype=dtype))
     return traced.lower(lowering_platforms=(platform,)).as_text()
@@ -150,13 +151,24 @@ def test_other_head_dims_are_plain_on_every_platform():
 ONES = {f"{name}_descale": 1.0 for name in "qkv"}
 
 
+@pytest.mark.parametrize("name", ["rocm", "cuda"])
 @pytest.mark.parametrize("dims", [(128, 128), (192, 128)])
 @pytest.mark.parametrize("options", [{}, {"dtype": F16}, {"dtype": FP8, **ONES}])
-def test_what_the_rocm_kernels_take_is_a_custom_call(dims, options):
-    for implementation in ("rocm", None):
-        text = lowered("rocm", dims=dims, implementation=implementation, **options)
+def test_what_the_gpu_kernels_take_is_a_custom_call(name, dims, options):
+    for implementation in (name, None):
+        text = lowered(name, dims=dims, implementation=implementation, **options)
         assert f"@{_ffi.TARGET}(" in text
         assert "quadratic = false" in text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "shape"),
+    [(BF16, {}, "1x128xui8"), (FP8, ONES, "513x128xui8")],
+    ids=str,
+)
+def test_cuda_gets_a_workspace(dtype, options, shape):
+    assert f"tensor<{shape}>" in lowered("cuda", dtype=dtype, **options)
+    assert "ui8>" not in lowered("rocm", dtype=dtype, **options)
 
 
 @pytest.mark.parametrize(
@@ -167,62 +179,80 @@ def test_what_the_rocm_kernels_take_is_a_custom_call(dims, options):
         ({"dtype": F32}, "bfloat16, float16, float8_e4m3fn, not float32"),
     ],
 )
-def test_what_the_rocm_kernels_do_not_take_is_plain(options, message):
-    assert f"@{_ffi.TARGET}(" not in lowered("rocm", **options)
-    with pytest.raises(NotImplementedError, match=f"'rocm'.* takes {message}"):
-        lowered("rocm", implementation="rocm", **options)
+@pytest.mark.parametrize("name", ["rocm", "cuda"])
+def test_what_the_gpu_kernels_do_not_take_is_plain(name, options, message):
+    assert f"@{_ffi.TARGET}(" not in lowered(name, **options)
+    with pytest.raises(NotImplementedError, match=f"'{name}'.* takes {message}"):
+        lowered(name, implementation=name, **options)
 
 
-def test_descales_of_keys_by_blocks_are_plain_on_rocm():
+@pytest.mark.parametrize("name", ["rocm", "cuda"])
+def test_descales_of_keys_by_blocks_are_plain_on_gpus(name):
     inputs = [quantize(x, granularity="block") for x in make(dims=(128, 128))]
 
     def text(**options):
         traced = jax.jit(functools.partial(attention, **options)).trace(*inputs)
-        return traced.lower(lowering_platforms=("rocm",)).as_text()
+        return traced.lower(lowering_platforms=(name,)).as_text()
 
     assert f"@{_ffi.TARGET}(" not in text()
     with pytest.raises(NotImplementedError, match="one descale for all keys"):
-        text(implementation="rocm")
+        text(implementation=name)
 
 
-def test_the_rocm_backend_names_what_is_built():
-    rocm = platform("rocm")
-    built = [] if EXTENSION is None else EXTENSION.rocm_archs()
-    assert rocm.targets == tuple(built)
-    assert rocm.kernel == bool(built)
+@pytest.mark.parametrize(
+    ("name", "arch", "option"),
+    [("rocm", "gfx950", "ZYFA_ROCM_ARCHS"), ("cuda", "sm_90", "ZYFA_CUDA_NVCC")],
+)
+def test_a_gpu_backend_names_what_is_built(name, arch, option):
+    backend = platform(name)
+    built = [] if EXTENSION is None else getattr(EXTENSION, f"{name}_archs")()
+    assert backend.targets == tuple(built)
+    assert backend.kernel == bool(built)
     if built:
-        assert "gfx950" in rocm.detail
-        assert "128 and 128 or 192 and 128" in rocm.detail
-        assert "blockwise path for others" in rocm.detail
+        assert built == [arch]
+        assert arch in backend.detail
+        assert "128 and 128 or 192 and 128" in backend.detail
+        assert "blockwise path for others" in backend.detail
     else:
-        assert "ZYFA_ROCM_ARCHS" in rocm.detail
+        assert option in backend.detail
 
 
+@dataclasses.dataclass(frozen=True)
 class Gpu:
     """A device of JAX's."""
 
-    def __init__(self, arch):
-        self.platform, self.compute_capability = "rocm", arch
+    platform: str
+    compute_capability: str
 
 
-@pytest.mark.parametrize("archs", [["gfx942"], ["gfx950", "gfx942"]])
-def test_an_architecture_without_a_kernel_takes_the_plain_path(monkeypatch, archs):
+@pytest.mark.parametrize(
+    ("name", "built", "archs", "message"),
+    [
+        ("rocm", "gfx950", ["gfx942"], "gfx942.*ZYFA_ROCM_ARCHS"),
+        ("rocm", "gfx950", ["gfx950", "gfx942"], "gfx942.*ZYFA_ROCM_ARCHS"),
+        ("cuda", "sm_90", ["8.0"], "sm_80.*Hopper"),
+        ("cuda", "sm_90", ["9.0", "10.0"], "sm_100, sm_90.*Hopper"),
+    ],
+)
+def test_an_architecture_without_a_kernel_takes_the_plain_path(
+    monkeypatch, name, built, archs, message
+):
     devices = jax.devices
-    monkeypatch.setattr(_ffi, "_built", lambda _: ("gfx950",))
+    archs = list(archs)
+    monkeypatch.setattr(_ffi, "_built", lambda _: (built,))
     monkeypatch.setattr(
         _ffi.jax,
         "devices",
-        lambda name=None: list(map(Gpu, archs)) if name == "rocm" else devices(name),
+        lambda x=None: [Gpu(name, y) for y in archs] if x == name else devices(x),
     )
-    rocm = platform("rocm")
-    assert rocm.present
-    assert "gfx942" in rocm.detail
-    assert "ZYFA_ROCM_ARCHS" in rocm.detail
-    assert f"@{_ffi.TARGET}(" not in lowered("rocm")
-    with pytest.raises(NotImplementedError, match=r"rocm.*backends\(\)"):
-        lowered("rocm", implementation="rocm")
-    archs[:] = ["gfx950"]
-    assert f"@{_ffi.TARGET}(" in lowered("rocm", tokens=(21, 33))
+    backend = platform(name)
+    assert backend.present
+    assert re.search(message, backend.detail)
+    assert f"@{_ffi.TARGET}(" not in lowered(name)
+    with pytest.raises(NotImplementedError, match=rf"{name}.*backends\(\)"):
+        lowered(name, implementation=name)
+    archs[:] = {"rocm": ["gfx950"], "cuda": ["9.0"]}[name]
+    assert f"@{_ffi.TARGET}(" in lowered(name, tokens=(21, 33))
 
 
 def test_a_platform_unknown_to_us_takes_the_plain_path():

@@ -110,6 +110,18 @@ def test_symbolic_shapes(function, dims):
         )
 
 
+@pytest.mark.parametrize("platform", ["rocm", "cuda"])
+@pytest.mark.parametrize("function", [call, fp8_call])
+def test_symbolic_shapes_for_a_gpu(function, platform):
+    b, t, s = jax.export.symbolic_shape("b,t,s")
+    shapes = [
+        jax.ShapeDtypeStruct((b, n, heads, 128), jnp.bfloat16)
+        for n, heads in ((t, 4), (s, 2), (s, 2))
+    ]
+    exported = export(function, *shapes, platforms=[platform])
+    assert CUSTOM_CALL in exported.mlir_module()
+
+
 def test_export_of_shard_map():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     split = jax.shard_map(attention, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
@@ -117,7 +129,9 @@ def test_export_of_shard_map():
     exported = export(split, *arrays)
     sharded = [jax.device_put(x, NamedSharding(mesh, P("x"))) for x in arrays]
     np.testing.assert_array_equal(exported.call(*sharded), attention(*arrays))
-    assert CUSTOM_CALL in export(split, *arrays, platforms=["rocm"]).mlir_module()
+    for platform in ("rocm", "cuda"):
+        exported = export(split, *arrays, platforms=[platform])
+        assert CUSTOM_CALL in exported.mlir_module()
 
 
 def test_export_with_sharded_inputs_names_shard_map():

@@ -25,6 +25,15 @@ def test_jit_and_ahead_of_time():
     np.testing.assert_array_equal(compiled(*arrays), want)
 
 
+def test_with_jit_disabled():
+    arrays = inputs()
+    want = attention(*arrays), attention(*map(quantize, arrays))
+    with jax.disable_jit():
+        got = attention(*arrays), attention(*map(quantize, arrays))
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x.astype(jnp.float32), y, rtol=1e-2, atol=1e-2)
+
+
 def test_jit_within_jit():
     arrays = inputs()
     outer = jax.jit(lambda q, k, v: jax.jit(attention)(q, k, v) * np.float32(2))

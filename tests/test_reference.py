@@ -174,13 +174,13 @@ def test_exp_free_error_within_its_bar(name):
             out, _ = reference.fp8_attention(q, k, v, probabilities=model, **descales)
             samples.append(relative(out, exact))
     error = {model: np.mean(samples) for model, samples in errors.items()}
-    exp_free = ("linear", "quadratic", "gfx950")
+    exp_free = ("linear", "quadratic", "gfx950", "sm90")
     if name == "sink":
         assert max(error[x] for x in exp_free) < min(0.0015, error["unit"] / 4)
     else:
         assert error["gfx950"] < 1.2 * error["exact row"]
         assert error["quadratic"] < min(1.05 * error["exact row"], error["unit"])
-        assert error["linear"] < 1.25 * error["exact row"]
+        assert max(error["linear"], error["sm90"]) < 1.25 * error["exact row"]
     assert error["exact block"] < 1.001 * error["exact row"]
 
 

@@ -131,6 +131,9 @@ def test_numbers_known_when_tracing(check, good, bad):
         check(np.asarray(bad))
 
 
+GPUS = ("rocm", "cuda")
+
+
 def refusal(kernel, dims=(128, 128), dtype=BF16, q=(1, 5, 2), kv=(1, 7, 1), **options):
     spec = AttentionSpec(**{"window": (None, 0), "out_dtype": BF16, **options})
     shapes = (*q, dims[0]), (*kv, dims[0]), (*kv, dims[1])
@@ -138,23 +141,24 @@ def refusal(kernel, dims=(128, 128), dtype=BF16, q=(1, 5, 2), kv=(1, 7, 1), **op
 
 
 @pytest.mark.parametrize("dim", range(1, 300))
-def test_the_kernels_take_head_dims_by_eight_up_to_256(dim):
+def test_the_cpu_kernel_takes_head_dims_by_eight_up_to_256(dim):
     expected = dim in range(8, 257, 8)
-    for kernel in ("cpu", "cuda"):
-        assert (refusal(kernel, (dim, 128)) is None) == expected
-        assert (refusal(kernel, (128, dim)) is None) == expected
+    assert (refusal("cpu", (dim, 128)) is None) == expected
+    assert (refusal("cpu", (128, dim)) is None) == expected
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, FP8], ids=str)
 def test_the_kernels_take_dtypes(dtype):
     assert refusal("cpu", dtype=dtype) is None
-    assert (refusal("rocm", dtype=dtype) is None) == (dtype != F32)
+    for kernel in GPUS:
+        assert (refusal(kernel, dtype=dtype) is None) == (dtype != F32)
 
 
+@pytest.mark.parametrize("kernel", GPUS)
 @pytest.mark.parametrize("dim", range(8, 257, 8))
-def test_the_rocm_kernels_take_two_pairs_of_head_dims(dim):
-    assert (refusal("rocm", (dim, 128)) is None) == (dim in (128, 192))
-    assert (refusal("rocm", (128, dim)) is None) == (dim == 128)
+def test_the_gpu_kernels_take_two_pairs_of_head_dims(kernel, dim):
+    assert (refusal(kernel, (dim, 128)) is None) == (dim in (128, 192))
+    assert (refusal(kernel, (128, dim)) is None) == (dim == 128)
 
 
 @pytest.mark.parametrize(
@@ -186,9 +190,10 @@ def test_the_rocm_kernels_take_two_pairs_of_head_dims(dim):
         ({"window": (None, None)}, {"window": (0, 2**32 - 1)}, "windows .*4294967295"),
     ],
 )
-def test_the_rocm_kernels_count_in_32_bits(taken, refused, message):
-    assert refusal("rocm", **taken) is None
-    assert re.search(message, refusal("rocm", **refused) or "")
+@pytest.mark.parametrize("kernel", GPUS)
+def test_the_gpu_kernels_count_in_32_bits(kernel, taken, refused, message):
+    assert refusal(kernel, **taken) is None
+    assert re.search(message, refusal(kernel, **refused) or "")
     assert refusal("cpu", **refused) is None
 
 

@@ -11,24 +11,31 @@ def registrations() -> dict[str, Any]:
     Each as `jax.ffi.register_ffi_target` takes it.
     """
 
-def rocm_handler_on_host() -> Any:
-    """The handler of ROCm for the platform "cpu", whose buffers are the host's.
-
-    With a library in HIP's place that launches on host memory; the CPU device's
-    number is the GPU's.
-    """
-
 def quantize_registrations() -> dict[str, Any]:
     """Handlers of the FFI target "zyfa_quantize", as `registrations` gives them."""
 
-def rocm_quantize_handler_on_host() -> Any:
-    """The handler of "zyfa_quantize" as `rocm_handler_on_host` is of attention."""
+def handlers_on_host() -> dict[str, dict[str, Any]]:
+    """The handlers of "rocm" and of "cuda" for the platform "cpu", by FFI target.
+
+    Buffers are the host's, for a library in the driver's place that launches on host
+    memory; the CPU device's number is the GPU's.
+    """
 
 def rocm_archs() -> list[str]:
     """Architectures of AMD GPUs whose kernels are built in."""
 
+def cuda_archs() -> list[str]:
+    """Architectures of NVIDIA GPUs whose kernels are built in."""
+
 def rocm_code_object(arch: str) -> bytes:
     """The machine code for one of `rocm_archs()`, an ELF file.
+
+    Raises:
+      ValueError: none is built in for it.
+    """
+
+def cuda_code_object(arch: str) -> bytes:
+    """The machine code for one of `cuda_archs()`, a cubin.
 
     Raises:
       ValueError: none is built in for it.

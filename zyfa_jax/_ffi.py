@@ -30,7 +30,16 @@ _REMEDY = {
         "reinstall with its architecture named: pip install --force-reinstall "
         "-C cmake.define.ZYFA_ROCM_ARCHS=gfx950 . ; calls take the blockwise path"
     ),
-    "cuda": "this version holds no Hopper kernel; calls take the blockwise path",
+    "cuda": (
+        "reinstall with NVIDIA's compiler (nvcc 12.8 or newer) present, or "
+        "fetched: ZYFA_CUDA_NVCC=wheels pip install --force-reinstall . ; calls take "
+        "the blockwise path"
+    ),
+}
+# Why a kernel that was built runs on none of the devices, and what can be done.
+_OTHER_ARCHS = {
+    "rocm": "the CMake option ZYFA_ROCM_ARCHS says for which kernels are built",
+    "cuda": "the kernel is for Hopper alone, compute capability 9.0",
 }
 
 
@@ -76,26 +85,25 @@ def target(platform: str | None, kernel: str | None, call: str = TARGET) -> str 
 
 
 @contextlib.contextmanager
-def stand_in() -> Iterator[None]:
-    """Lets code for the CPU call the ROCm kernels, by implementation="rocm".
+def stand_in(platform: str = "rocm") -> Iterator[None]:
+    """Lets code for the CPU call a GPU's kernels, by implementation="rocm" or "cuda".
 
-    For tests that put a library in HIP's place which reads and writes host memory.
+    For tests that put a library in the driver's place which reads and writes host
+    memory.
     """
     extension = load()
     if extension is None:
         raise RuntimeError("the compiled extension is not here")
-    for call, handler in (
-        (TARGET, extension.rocm_handler_on_host()),
-        (QUANTIZE_TARGET, extension.rocm_quantize_handler_on_host()),
-    ):
-        name = f"{call}_rocm"
+    handlers = extension.handlers_on_host()[platform]
+    for call, handler in handlers.items():
+        name = f"{call}_{platform}"
         jax.ffi.register_ffi_target(name, handler, platform="cpu")
-        _TARGETS[call]["cpu", "rocm"] = name
+        _TARGETS[call]["cpu", platform] = name
     try:
         yield
     finally:
-        for names in _TARGETS.values():
-            del names["cpu", "rocm"]
+        for call in handlers:
+            del _TARGETS[call]["cpu", platform]
 
 
 def has_kernel(platform: str) -> bool:
@@ -109,18 +117,30 @@ def _built(platform: str) -> tuple[str, ...]:
     extension = load()
     if extension is None:
         return ()
-    if platform == "cpu":
-        return tuple(extension.cpu_targets())
-    return tuple(extension.rocm_archs()) if platform == "rocm" else ()
+    built = {
+        "cpu": extension.cpu_targets,
+        "rocm": extension.rocm_archs,
+        "cuda": extension.cuda_archs,
+    }
+    return tuple(built[platform]())
 
 
 def _archs(platform: str) -> tuple[str, ...]:
     """The architectures of the platform's devices in this process, as far as known."""
-    if platform != "rocm" or not is_present(platform):
+    if platform == "cpu" or not is_present(platform):
         return ()
     known = (getattr(x, "compute_capability", "") for x in jax.devices(platform))
-    archs = {str(x).partition(":")[0] for x in known}
-    return tuple(sorted(x for x in archs if x.startswith("gfx")))
+    archs = {_arch(platform, str(x)) for x in known}
+    return tuple(sorted(archs - {""}))
+
+
+def _arch(platform: str, capability: str) -> str:
+    """What JAX calls "gfx950:xnack-" or "9.0", as kernels are named; "" if unknown."""
+    if platform == "rocm":
+        arch = capability.partition(":")[0]
+        return arch if arch.startswith("gfx") else ""
+    digits = capability.replace(".", "")
+    return f"sm_{digits}" if digits.isdecimal() else ""
 
 
 def is_present(platform: str) -> bool:
@@ -144,15 +164,20 @@ def backends() -> tuple[Backend, ...]:
 
 def _backend(platform: str) -> Backend:
     built = _built(platform)
+    present = is_present(platform)
+    return Backend(platform, bool(built), built, present, detail(platform))
+
+
+def detail(platform: str) -> str:
+    """The path that calls take on a platform, and the remedy without a kernel."""
+    built = _built(platform)
     if not built:
-        detail = f"no kernel: {_REMEDY[platform]}"
-    elif has_kernel(platform):
+        return f"no kernel: {_REMEDY[platform]}"
+    if has_kernel(platform):
         limits = _spec.KERNELS[platform]
-        detail = f"kernel ({built[0]}) for {limits}; the blockwise path for others"
-    else:
-        detail = (
-            f"kernel ({built[0]}), but the devices here are "
-            f"{', '.join(_archs(platform))}: the CMake option ZYFA_ROCM_ARCHS says for "
-            "which kernels are built; calls take the blockwise path"
-        )
-    return Backend(platform, bool(built), built, is_present(platform), detail)
+        return f"kernel ({built[0]}) for {limits}; the blockwise path for others"
+    return (
+        f"kernel ({built[0]}), but the devices here are "
+        f"{', '.join(_archs(platform))}: {_OTHER_ARCHS[platform]}; calls take the "
+        "blockwise path"
+    )

@@ -56,7 +56,8 @@ def export_safety_checks() -> list[jax.export.DisabledSafetyCheck]:
 
 @attention_p.def_impl
 def _impl(*operands: Array, spec: AttentionSpec) -> Sequence[Array]:
-    return _jitted(*operands, spec=spec)
+    with jax.disable_jit(False):  # there is nothing inside to step through
+        return _jitted(*operands, spec=spec)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -170,8 +171,9 @@ def _lower(
     _ffi.logger.debug("attention on %s: kernel, %s", platform, q.shape)
     left, right = (-1 if side is None else side for side in spec.window)
     quadratic = kernel == "cpu" if spec.quadratic is None else spec.quadratic
-    return jax.ffi.ffi_lowering(target)(
-        ctx,
+    workspace = [_workspace(avals[2])] if kernel == "cuda" else []
+    results = jax.ffi.ffi_lowering(target)(
+        ctx.replace(avals_out=[*ctx.avals_out, *workspace]),
         *operands,
         window_left=np.int64(left),
         window_right=np.int64(right),
@@ -179,6 +181,7 @@ def _lower(
         kv_block=np.int64(spec.kv_block),
         quadratic=np.bool_(quadratic),
     )
+    return results[: len(ctx.avals_out)]
 
 
 mlir.register_lowering(attention_p, functools.partial(_lower, platform=None))
@@ -210,6 +213,7 @@ def _custom_call(
                 f"attention(implementation={spec.implementation!r}) takes {refusal}; "
                 "implementation=None takes any"
             )
+        _ffi.logger.debug("attention on %s: the kernel takes %s", platform, refusal)
         return None
     if not _ffi.has_kernel(kernel) and _ffi.is_present(platform):
         if spec.implementation is not None:
@@ -217,8 +221,22 @@ def _custom_call(
                 f"attention(implementation={spec.implementation!r}): no kernel was "
                 f"built for {kernel}; zyfa_jax.backends() says what is and the remedy"
             )
+        _ffi.logger.debug("attention on %s: %s", platform, _ffi.detail(kernel))
         return None
     return target
+
+
+def _workspace(v: ShapedArray) -> ShapedArray:
+    """A third result of the CUDA kernels' call, at least as large as they take.
+
+    csrc/cuda/launch_plan.h says for what: a counter in 128 bytes and, in FP8, values
+    transposed, in tiles of 128 keys.
+    """
+    batch, tokens, heads, dim = v.shape
+    rows = 1
+    if v.dtype == _spec.FLOAT8:
+        rows += batch * heads * dim * (tokens // _spec.KEY_BLOCK + 1)
+    return ShapedArray((rows, 128), np.dtype(np.uint8))
 
 
 @functools.cache

@@ -197,16 +197,13 @@ class KernelLimits:
         return dims in self.head_dims
 
 
-KERNELS = {
-    "cpu": KernelLimits(),
-    "rocm": KernelLimits(
-        dtypes=(*_INPUT_DTYPES[:2], FLOAT8),
-        head_dims=((128, 128), (192, 128)),
-        key_blocks=False,
-        int32=True,
-    ),
-    "cuda": KernelLimits(),
-}
+_GPU = KernelLimits(
+    dtypes=(*_INPUT_DTYPES[:2], FLOAT8),
+    head_dims=((128, 128), (192, 128)),
+    key_blocks=False,
+    int32=True,
+)
+KERNELS = {"cpu": KernelLimits(), "rocm": _GPU, "cuda": _GPU}
 
 
 def kernel_refusal(
@@ -238,7 +235,7 @@ def kernel_refusal(
 def _too_large(
     shapes: Sequence[tuple[Any, ...]], dtype: np.dtype, spec: AttentionSpec
 ) -> str | None:
-    """The 32-bit limits of csrc/ffi/rocm_handler.cc."""
+    """The 32-bit limits of csrc/ffi/gpu_limits.cc."""
     (batch, q_tokens, heads, head_dim), (_, kv_tokens, *_), (*_, value_dim) = shapes
     for tokens in (q_tokens, kv_tokens):
         if isinstance(tokens, int) and tokens >= 2**30 - 2**8:

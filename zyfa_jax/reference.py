@@ -39,12 +39,13 @@ KEY_BLOCK = 128
 """Keys that share one power-of-two scale in the FP8 arithmetic."""
 
 Probabilities = Literal[
-    "linear", "quadratic", "gfx950", "exact block", "exact row", "unit"
+    "linear", "quadratic", "gfx950", "sm90", "exact block", "exact row", "unit"
 ]
 PROBABILITIES: tuple[Probabilities, ...] = (
     "linear",
     "quadratic",
     "gfx950",
+    "sm90",
     "exact block",
     "exact row",
     "unit",
@@ -55,6 +56,7 @@ _TOP = 8
 """The row's largest key has probability 2**_TOP before the division by the sum."""
 _TOP_CODE = np.float32(120)
 _MAX_CODE = np.float32(126)
+_SM90_TOP = _TOP_CODE - np.float32(0.45)
 _MAX_SHIFT = np.float32(120)
 _UNORM16 = np.float32(65535)
 _LINEAR_CODES = np.float32(2048) / _UNORM16
@@ -154,6 +156,8 @@ def fp8_attention(
       "gfx950": the first quarter of a block's keys coded by two chords, the others
         linearly, and M kept while no probability exceeds 1/64 of the row's sum. What
         the kernel for AMD's gfx950 does.
+      "sm90": coded linearly against m itself, of which codes are 2**8, and weighted by
+        2**(m - M), a real number. What the kernel for NVIDIA's Hopper does.
       "exact block": 2**(t - M + n + 8), n = floor(M - m), weighted by 2**-n.
       "exact row": 2**(t - M + 8), as Composable Kernel and FlashAttention-3 do.
       "unit": 2**(t - M), the row sum taken before rounding, as AITER's FP8 prefill
@@ -373,6 +377,20 @@ def _gfx950(acc, visible, factor, running_max, total):
     )  # fmt: skip
 
 
+def _sm90(acc, visible, factor, running_max, _):
+    new_max, block_max = _maxima(acc, visible, factor, running_max)
+    top = np.where(visible, acc, -np.inf).max(axis=1, initial=-np.inf)
+    slope = np.float32(8) * factor
+    with np.errstate(invalid="ignore", over="ignore"):
+        base = _fma(-np.where(np.isneginf(top), 0, top), slope, _SM90_TOP)
+        x = _fma(acc, slope[:, None], base[:, None])
+        weight = np.exp2(block_max - np.where(np.isneginf(new_max), 0, new_max))
+    valid = visible & ~np.isnan(new_max)[:, None]
+    codes = np.rint(np.maximum(np.where(valid, x, 0), np.float32(0))).astype(np.uint8)
+    p = _E4M3[codes] * weight[:, None]
+    return p, new_max, np.where(np.isnan(new_max), np.nan, p.sum(axis=1))
+
+
 def _weighted(codes, shift, new_max, row_sum):
     weight = np.exp2(-shift.astype(np.float32))
     return _E4M3[codes] * weight[:, None], new_max, row_sum * weight
@@ -399,6 +417,7 @@ _STEPS: dict[Probabilities, _Step] = {
     "linear": _codes(),
     "quadratic": _codes(quadratic=True),
     "gfx950": _gfx950,
+    "sm90": _sm90,
     "exact block": _exact(_TOP, block_scale=True),
     "exact row": _exact(_TOP),
     "unit": _exact(0, rounded_sum=False),

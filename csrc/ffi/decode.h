@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <utility>
 
 #include "csrc/ffi/attention_params.h"
 #include "csrc/ffi/guarded_call.h"
@@ -26,58 +27,63 @@ struct AttentionCall {
 
 xla::ffi::ErrorOr<AttentionParams> DecodeAttention(const AttentionCall& call);
 
-// The handler of "zyfa_attention" that calls run(context, AttentionCall).
-template <class Context, class Run>
+// The handler of "zyfa_attention" that calls run(context, AttentionCall), or
+// run(context, AttentionCall, More) where it has a third result.
+template <class Context, class... More, class Run>
 auto AttentionHandler(Run run,
                       std::initializer_list<xla::ffi::Traits> traits = {}) {
   using xla::ffi::AnyBuffer;
   using xla::ffi::Result;
-  return xla::ffi::Ffi::Bind()
-      .template Ctx<Context>()
-      .template Arg<AnyBuffer>()  // q
-      .template Arg<AnyBuffer>()  // k
-      .template Arg<AnyBuffer>()  // v
-      .template Arg<AnyBuffer>()  // q_scale
-      .template Arg<AnyBuffer>()  // k_scale
-      .template Arg<AnyBuffer>()  // v_scale
-      .template Arg<AnyBuffer>()  // q_offset
-      .template Arg<AnyBuffer>()  // q_lengths
-      .template Arg<AnyBuffer>()  // kv_lengths
-      .template Ret<AnyBuffer>()  // out
-      .template Ret<AnyBuffer>()  // lse
-      .template Attr<int64_t>("window_left")
-      .template Attr<int64_t>("window_right")
-      .template Attr<int64_t>("q_block")
-      .template Attr<int64_t>("kv_block")
-      .template Attr<bool>("quadratic")
-      .To(
-          [run](typename xla::ffi::CtxDecoding<Context>::Type context,
-                AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer q_scale,
-                AnyBuffer k_scale, AnyBuffer v_scale, AnyBuffer q_offset,
-                AnyBuffer q_lengths, AnyBuffer kv_lengths,
-                Result<AnyBuffer> out, Result<AnyBuffer> lse,
-                int64_t window_left, int64_t window_right, int64_t q_block,
-                int64_t kv_block, bool quadratic) {
-            const AttentionCall call = {q,
-                                        k,
-                                        v,
-                                        q_scale,
-                                        k_scale,
-                                        v_scale,
-                                        q_offset,
-                                        q_lengths,
-                                        kv_lengths,
-                                        *out,
-                                        *lse,
-                                        window_left,
-                                        window_right,
-                                        q_block,
-                                        kv_block,
-                                        quadratic};
-            return GuardedCall("zyfa_attention",
-                               [&] { return run(context, call); });
-          },
-          traits);
+  auto binding = xla::ffi::Ffi::Bind()
+                     .template Ctx<Context>()
+                     .template Arg<AnyBuffer>()  // q
+                     .template Arg<AnyBuffer>()  // k
+                     .template Arg<AnyBuffer>()  // v
+                     .template Arg<AnyBuffer>()  // q_scale
+                     .template Arg<AnyBuffer>()  // k_scale
+                     .template Arg<AnyBuffer>()  // v_scale
+                     .template Arg<AnyBuffer>()  // q_offset
+                     .template Arg<AnyBuffer>()  // q_lengths
+                     .template Arg<AnyBuffer>()  // kv_lengths
+                     .template Attr<int64_t>("window_left")
+                     .template Attr<int64_t>("window_right")
+                     .template Attr<int64_t>("q_block")
+                     .template Attr<int64_t>("kv_block")
+                     .template Attr<bool>("quadratic")
+                     .template Ret<AnyBuffer>()   // out
+                     .template Ret<AnyBuffer>();  // lse
+  const auto handler =
+      [run](typename xla::ffi::CtxDecoding<Context>::Type context, AnyBuffer q,
+            AnyBuffer k, AnyBuffer v, AnyBuffer q_scale, AnyBuffer k_scale,
+            AnyBuffer v_scale, AnyBuffer q_offset, AnyBuffer q_lengths,
+            AnyBuffer kv_lengths, int64_t window_left, int64_t window_right,
+            int64_t q_block, int64_t kv_block, bool quadratic,
+            Result<AnyBuffer> out, Result<AnyBuffer> lse,
+            Result<More>... more) {
+        const AttentionCall call = {q,
+                                    k,
+                                    v,
+                                    q_scale,
+                                    k_scale,
+                                    v_scale,
+                                    q_offset,
+                                    q_lengths,
+                                    kv_lengths,
+                                    *out,
+                                    *lse,
+                                    window_left,
+                                    window_right,
+                                    q_block,
+                                    kv_block,
+                                    quadratic};
+        return GuardedCall("zyfa_attention",
+                           [&] { return run(context, call, *more...); });
+      };
+  if constexpr (sizeof...(More) == 0) {
+    return std::move(binding).To(handler, traits);
+  } else {
+    return std::move(binding).template Ret<More...>().To(handler, traits);
+  }
 }
 
 }  // namespace zyfa

@@ -14,6 +14,7 @@
 
 #include "csrc/cpu/dispatch.h"
 #include "csrc/ffi/cpu_handler.h"
+#include "csrc/ffi/cuda_handler.h"
 #include "csrc/ffi/rocm_handler.h"
 #include "csrc/ffi/rocm_quantize_handler.h"
 #include "csrc/gpu/code_object.h"
@@ -53,7 +54,11 @@ nb::dict Registrations() {
   rocm["execute"] = Handler(RocmAttention);
   nb::dict handlers;
   handlers["cpu"] = Handler(CpuAttention);
+  nb::dict cuda;
+  cuda["initialize"] = Handler(CudaInitialize);
+  cuda["execute"] = Handler(CudaAttention);
   handlers["ROCM"] = rocm;
+  handlers["CUDA"] = cuda;
   return handlers;
 }
 
@@ -66,18 +71,28 @@ nb::dict QuantizeRegistrations() {
   return handlers;
 }
 
-std::vector<std::string> RocmArchs() {
+nb::dict HandlersOnHost() {
+  nb::dict rocm;
+  rocm["zyfa_attention"] = Handler(RocmAttentionOnHost);
+  rocm["zyfa_quantize"] = Handler(RocmQuantizeOnHost);
+  nb::dict cuda;
+  cuda["zyfa_attention"] = Handler(CudaAttentionOnHost);
+  nb::dict handlers;
+  handlers["rocm"] = rocm;
+  handlers["cuda"] = cuda;
+  return handlers;
+}
+
+std::vector<std::string> Archs(const gpu::CodeObject* codes, size_t count) {
   std::vector<std::string> archs;
-  for (size_t i = 0; i < rocm::kCodeObjectCount; ++i) {
-    archs.push_back(rocm::kCodeObjects[i].arch);
-  }
+  for (size_t i = 0; i < count; ++i) archs.push_back(codes[i].arch);
   return archs;
 }
 
-nb::bytes RocmCodeObject(const std::string& arch) {
-  for (size_t i = 0; i < rocm::kCodeObjectCount; ++i) {
-    const rocm::CodeObject& code = rocm::kCodeObjects[i];
-    if (arch == code.arch) return nb::bytes(code.data, code.size);
+nb::bytes CodeOf(const std::string& arch, const gpu::CodeObject* codes,
+                 size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    if (arch == codes[i].arch) return nb::bytes(codes[i].data, codes[i].size);
   }
   throw nb::value_error(("no code object for '" + arch + "'").c_str());
 }
@@ -130,13 +145,24 @@ NB_MODULE(_ext, module) {
   using namespace zyfa;  // NOLINT(build/namespaces)
 
   module.def("registrations", &Registrations);
-  module.def("rocm_handler_on_host",
-             [] { return Handler(RocmAttentionOnHost); });
   module.def("quantize_registrations", &QuantizeRegistrations);
-  module.def("rocm_quantize_handler_on_host",
-             [] { return Handler(RocmQuantizeOnHost); });
-  module.def("rocm_archs", &RocmArchs);
-  module.def("rocm_code_object", &RocmCodeObject, nb::arg("arch"));
+  module.def("handlers_on_host", &HandlersOnHost);
+  module.def("rocm_archs",
+             [] { return Archs(rocm::kCodeObjects, rocm::kCodeObjectCount); });
+  module.def("cuda_archs",
+             [] { return Archs(cuda::kCodeObjects, cuda::kCodeObjectCount); });
+  module.def(
+      "rocm_code_object",
+      [](const std::string& arch) {
+        return CodeOf(arch, rocm::kCodeObjects, rocm::kCodeObjectCount);
+      },
+      nb::arg("arch"));
+  module.def(
+      "cuda_code_object",
+      [](const std::string& arch) {
+        return CodeOf(arch, cuda::kCodeObjects, cuda::kCodeObjectCount);
+      },
+      nb::arg("arch"));
   module.def("cpu_targets", [] { return Names(cpu::UsableTargets()); });
   module.def("compiled_cpu_targets",
              [] { return Names(cpu::CompiledTargets()); });

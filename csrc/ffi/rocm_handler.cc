@@ -3,13 +3,13 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
-#include <optional>
 #include <string>
 
 #include "csrc/ffi/attention_params.h"
 #include "csrc/ffi/decode.h"
+#include "csrc/ffi/gpu_launch.h"
+#include "csrc/ffi/gpu_limits.h"
 #include "csrc/ffi/rocm_launcher.h"
-#include "csrc/numerics/visibility.h"
 #include "csrc/rocm/attention_args.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -35,29 +35,6 @@ constexpr Kernel kKernels[] = {
 };
 
 constexpr char kName[] = "zyfa_attention";
-constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
-// The last block of queries may run past the last token.
-constexpr int64_t kMaxTokens = numerics::kBandLimit - rocm::kQueryBlock - 1;
-constexpr int64_t kMaxRowBytes = (1 << 24) - 1;
-constexpr int64_t kMaxGroups = MaxGroups(rocm::kThreads);
-
-int64_t SizeOf(DType dtype) {
-  return dtype == DType::kF32 ? 4 : dtype == DType::kE4m3 ? 1 : 2;
-}
-
-std::string Name(DType dtype) {
-  switch (dtype) {
-    case DType::kF32:
-      return "float32";
-    case DType::kF16:
-      return "float16";
-    case DType::kBF16:
-      return "bfloat16";
-    case DType::kE4m3:
-      return "float8_e4m3fn";
-  }
-  return "";
-}
 
 rocm::OutType ToOutType(DType dtype) {
   return dtype == DType::kF32   ? rocm::OutType::kF32
@@ -75,58 +52,15 @@ const Kernel* FindKernel(const AttentionParams& p) {
   return nullptr;
 }
 
-// A window's side as the kernel takes it, -1 for one that reaches every key
-// from every int32 position; nothing where neither is exact.
-std::optional<int32_t> ToWindow(int64_t side) {
-  if (side < 0 || side >= int64_t{1} << 32) return -1;
-  if (side > kInt32Max) return std::nullopt;
-  return static_cast<int32_t>(side);
-}
-
 // What the kernels do not take of what DecodeAttention does, or nothing.
 std::string Refusal(const AttentionParams& p) {
-  const auto two = [](int64_t x, int64_t y) {
-    return std::to_string(x) + " and " + std::to_string(y);
-  };
   if (FindKernel(p) == nullptr) {
     return "bfloat16, float16 and float8_e4m3fn with head dims 128 and 128 or "
            "192 and 128, got " +
-           Name(p.in_dtype) + " with " + two(p.head_dim, p.value_dim);
+           Name(p.in_dtype) + " with " + std::to_string(p.head_dim) + " and " +
+           std::to_string(p.value_dim);
   }
-  if (p.kv_block != 0) {
-    return "one descale for all keys, got kv_block " +
-           std::to_string(p.kv_block);
-  }
-  if (std::max(p.q_len, p.kv_len) > kMaxTokens) {
-    return "up to " + std::to_string(kMaxTokens) + " tokens, got " +
-           two(p.q_len, p.kv_len);
-  }
-  const int64_t head_bytes = std::max(p.head_dim * SizeOf(p.in_dtype),
-                                      p.value_dim * SizeOf(p.out_dtype));
-  if (p.heads > kMaxRowBytes / head_bytes) {
-    return "up to " + std::to_string(kMaxRowBytes) +
-           " bytes of a token over all heads, got " + std::to_string(p.heads) +
-           " heads of " + std::to_string(head_bytes) + " bytes";
-  }
-  if (!ToWindow(p.window_left) || !ToWindow(p.window_right)) {
-    return "windows of up to " + std::to_string(kInt32Max) +
-           " tokens or of 2**32 and more, got " +
-           two(p.window_left, p.window_right);
-  }
-  if (p.batch > kInt32Max) {
-    return "a batch that int32 holds, got " + std::to_string(p.batch);
-  }
-  const int64_t per_head =
-      rocm::GroupsPerHead(static_cast<int32_t>(p.q_len), 1);
-  if (per_head > 0 && p.heads > 0 &&
-      p.batch > kMaxGroups / (p.heads * per_head)) {
-    return "up to " + std::to_string(kMaxGroups) + " blocks of " +
-           std::to_string(rocm::kQueryBlock) +
-           " queries over all batch rows and heads, got " +
-           std::to_string(p.batch) + " rows of " + std::to_string(p.heads) +
-           " heads of " + std::to_string(per_head);
-  }
-  return "";
+  return GpuRefusal(p);
 }
 
 AttentionArgs ToArgs(const AttentionParams& p) {
@@ -152,7 +86,8 @@ AttentionArgs ToArgs(const AttentionParams& p) {
   args.window_left = *ToWindow(p.window_left);
   args.window_right = *ToWindow(p.window_right);
   // A block of more queries than there are is all of them.
-  args.q_block = narrow(std::min(p.q_block, kInt32Max));
+  args.q_block =
+      narrow(std::min<int64_t>(p.q_block, std::numeric_limits<int32_t>::max()));
   args.q_scales = narrow(p.q_scales);
   args.out_type = ToOutType(p.out_dtype);
   return args;
@@ -205,7 +140,7 @@ ffi::Error Decode(const AttentionCall& call, const RunParams& run) {
 }  // namespace
 
 XLA_FFI_Error* RocmInitialize(XLA_FFI_CallFrame* call_frame) {
-  return LoadAhead<kName>(call_frame);
+  return LoadAhead<RocmLauncher, kName>(call_frame);
 }
 
 XLA_FFI_Error* RocmAttention(XLA_FFI_CallFrame* call_frame) {
@@ -213,7 +148,7 @@ XLA_FFI_Error* RocmAttention(XLA_FFI_CallFrame* call_frame) {
       AttentionHandler<ffi::PlatformStream<void*>>(
           [](void* stream, const AttentionCall& call) {
             return Decode(call, [stream](const AttentionParams& params) {
-              return OnDeviceOf(kName, stream, [&](int device) {
+              return OnDeviceOf<RocmLauncher>(kName, stream, [&](int device) {
                 return Run(device, stream, params);
               });
             });

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "csrc/ffi/gpu_launch.h"
 #include "csrc/ffi/rocm_launcher.h"
 #include "csrc/rocm/quantize_args.h"
 #include "xla/ffi/api/ffi.h"
@@ -218,14 +219,14 @@ auto Handler(RunLaunch run, std::initializer_list<ffi::Traits> traits = {}) {
 }  // namespace
 
 XLA_FFI_Error* RocmQuantizeInitialize(XLA_FFI_CallFrame* call_frame) {
-  return LoadAhead<kName>(call_frame);
+  return LoadAhead<RocmLauncher, kName>(call_frame);
 }
 
 XLA_FFI_Error* RocmQuantize(XLA_FFI_CallFrame* call_frame) {
   static auto* const handler =
       Handler<ffi::PlatformStream<void*>>(
           [](void* stream, const Launch& launch) {
-            return OnDeviceOf(kName, stream, [&](int device) {
+            return OnDeviceOf<RocmLauncher>(kName, stream, [&](int device) {
               return Run(device, stream, launch);
             });
           },

@@ -25,6 +25,16 @@ extern const CodeObject kCodeObjects[];
 extern const size_t kCodeObjectCount;
 
 }  // namespace rocm
+
+namespace cuda {
+
+using gpu::CodeObject;
+
+// The same for NVIDIA GPUs.
+extern const CodeObject kCodeObjects[];
+extern const size_t kCodeObjectCount;
+
+}  // namespace cuda
 }  // namespace zyfa
 
 #endif  // ZYFA_GPU_CODE_OBJECT_H_

@@ -26,17 +26,20 @@ struct Error {
 using MaybeError = std::optional<Error>;
 
 struct Device {
-  std::string arch;  // without features: "gfx950"
+  std::string arch;  // without features: "gfx950", "sm_90"
   int compute_units = 0;
 };
 
-// One launch along x. A kernel takes its arguments as one block of bytes.
+// One launch along x. AMD's kernels take their arguments as one block of bytes;
+// NVIDIA's one by one, since only their driver knows where each lies.
 struct Launch {
   const char* kernel;
   uint32_t groups;
   uint32_t threads;  // of a group
   const void* args;
   size_t args_size;
+  uint32_t shared_bytes = 0;    // of a group, beside what the kernel declares
+  void** parameters = nullptr;  // in place of args
 };
 
 // Modules and functions are the driver's handles; they are never freed, since
@@ -52,7 +55,8 @@ class Driver {
   virtual MaybeError Describe(int device, Device* description) const = 0;
   virtual MaybeError LoadModule(int device, const void* code,
                                 void** module) const = 0;
-  virtual MaybeError GetFunction(int device, void* module, const char* name,
+  // The launch's kernel, made ready for its shared memory.
+  virtual MaybeError GetFunction(int device, void* module, const Launch& launch,
                                  void** function) const = 0;
 
   // Enqueues on `stream`; null: the device's default stream.

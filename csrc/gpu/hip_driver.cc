@@ -95,12 +95,13 @@ class HipDriver final : public Driver {
                  device);
   }
 
-  MaybeError GetFunction(int device, void* module, const char* name,
+  MaybeError GetFunction(int device, void* module, const Launch& launch,
                          void** function) const override {
     CurrentDevice current(*this, device);
     if (current.error()) return current.error();
-    return Check((std::string("hipModuleGetFunction of ") + name).c_str(),
-                 hip_.hipModuleGetFunction(function, module, name), device);
+    return Check(
+        (std::string("hipModuleGetFunction of ") + launch.kernel).c_str(),
+        hip_.hipModuleGetFunction(function, module, launch.kernel), device);
   }
 
   MaybeError LaunchFunction(int device, void* function, const Launch& launch,
@@ -113,8 +114,8 @@ class HipDriver final : public Driver {
     return Check(
         (std::string("hipModuleLaunchKernel of ") + launch.kernel).c_str(),
         hip_.hipModuleLaunchKernel(function, launch.groups, 1, 1,
-                                   launch.threads, 1, 1, 0, stream, nullptr,
-                                   extra),
+                                   launch.threads, 1, 1, launch.shared_bytes,
+                                   stream, nullptr, extra),
         device);
   }
 

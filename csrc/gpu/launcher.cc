@@ -30,8 +30,8 @@ MaybeError Launcher::Run(int device, const Launch& launch, void* stream) {
     if (found != loaded.functions.end()) {
       function = found->second;
     } else {
-      if (auto error = driver->GetFunction(device, loaded.module, launch.kernel,
-                                           &function)) {
+      if (auto error =
+              driver->GetFunction(device, loaded.module, launch, &function)) {
         return error;
       }
       loaded.functions.emplace(launch.kernel, function);
@@ -60,8 +60,17 @@ MaybeError Launcher::LoadLocked(int device, const Driver& driver,
       if (auto error = driver.LoadModule(device, code.data, &module)) {
         return error;
       }
+      std::map<std::string, void*> functions;
+      for (const Launch& kernel : kernels_) {
+        void*& function = functions[kernel.kernel];
+        if (auto error =
+                driver.GetFunction(device, module, kernel, &function)) {
+          return error;
+        }
+      }
       loaded.description = description;
       loaded.module = module;
+      loaded.functions = std::move(functions);
       return std::nullopt;
     }
     built += std::string(built.empty() ? "" : ", ") + code.arch;

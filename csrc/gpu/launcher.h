@@ -8,6 +8,8 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "csrc/gpu/code_object.h"
 #include "csrc/gpu/driver.h"
@@ -21,13 +23,16 @@ class Launcher {
  public:
   using OpenDriver = MaybeError (*)(const Driver**);
 
-  // `remedy` is what to do where no code object fits the device.
+  // `remedy` is what to do where no code object fits the device. `kernels` are
+  // found as soon as their code is loaded; others at their first launch.
   Launcher(OpenDriver open_driver, const CodeObject* code_objects,
-           size_t code_object_count, const char* remedy)
+           size_t code_object_count, const char* remedy,
+           std::vector<Launch> kernels = {})
       : open_driver_(open_driver),
         code_objects_(code_objects),
         code_object_count_(code_object_count),
-        remedy_(remedy) {}
+        remedy_(remedy),
+        kernels_(std::move(kernels)) {}
 
   MaybeError StreamDevice(void* stream, int* device) const;
 
@@ -52,6 +57,7 @@ class Launcher {
   const CodeObject* const code_objects_;
   const size_t code_object_count_;
   const char* const remedy_;
+  const std::vector<Launch> kernels_;
   std::mutex mutex_;
   std::map<int, std::unique_ptr<Loaded>> devices_;
 };

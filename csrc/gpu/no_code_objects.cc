@@ -10,3 +10,12 @@ const size_t kCodeObjectCount = 0;
 
 }  // namespace zyfa::rocm
 #endif
+
+#ifndef ZYFA_WITH_CUDA
+namespace zyfa::cuda {
+
+const CodeObject kCodeObjects[1] = {};
+const size_t kCodeObjectCount = 0;
+
+}  // namespace zyfa::cuda
+#endif

@@ -15,7 +15,7 @@ import pathlib
 import subprocess
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -89,7 +89,7 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One call of hipModuleLaunchKernel.
+    """One call of a driver's function that launches.
 
     Attributes:
       device: number of the device.
@@ -99,6 +99,7 @@ class Launch:
       block: threads of a workgroup along x, y and z.
       kernarg: bytes of the kernel's arguments.
       stream: the stream's address, None for the default stream.
+      shared_bytes: of a workgroup, beside what the kernel declares.
     """
 
     device: int
@@ -108,10 +109,12 @@ class Launch:
     block: tuple[int, int, int]
     kernarg: bytes
     stream: int | None
+    shared_bytes: int = 0
 
     @classmethod
-    def received(cls, device, code, code_size, kernel, grid, block, args, size, stream):
+    def received(cls, device, code, code_size, kernel, grid, block, args, *rest):
         """From what a stand-in hands to its callback."""
+        size, stream, *shared_bytes = rest
         return cls(
             device,
             ctypes.string_at(code, code_size),
@@ -120,6 +123,7 @@ class Launch:
             tuple(block[:3]),
             ctypes.string_at(args, size),
             stream,
+            *shared_bytes,
         )
 
     @property
@@ -190,11 +194,15 @@ _CALLBACK = ctypes.CFUNCTYPE(
     ctypes.c_void_p,
     ctypes.c_size_t,
     ctypes.c_void_p,
+    ctypes.c_uint,
 )
 
 
 class StandIn:
     """The stand-in library: devices that are not there, and failures on demand."""
+
+    ERRORS: ClassVar = HIP_ERRORS
+    ARCH: ClassVar = "gfx950:sramecc+:xnack-"
 
     def __init__(self, path: pathlib.Path | str) -> None:
         self.path = path
@@ -208,9 +216,10 @@ class StandIn:
         self.set_devices()
 
     def set_devices(
-        self, count: int = 8, arch: str = "gfx950:sramecc+:xnack-", units: int = 2
+        self, count: int = 8, arch: str | None = None, units: int = 2
     ) -> None:
-        self._library.standin_set_devices(count, arch.encode(), units)
+        name = self.ARCH if arch is None else arch
+        self._library.standin_set_devices(count, name.encode(), units)
 
     def stream(self, device: int) -> int:
         """The address of a new stream of a device."""
@@ -222,8 +231,8 @@ class StandIn:
 
     @contextlib.contextmanager
     def failing(self, call: str, error: str) -> Iterator[None]:
-        """Makes a function of HIP's return an error of `HIP_ERRORS`."""
-        self._library.standin_fail(call.encode(), HIP_ERRORS[error])
+        """Makes a function of the driver's return an error of `ERRORS`."""
+        self._library.standin_fail(call.encode(), self.ERRORS[error])
         try:
             yield
         finally:
@@ -254,7 +263,7 @@ class StandIn:
         except BaseException as error:  # none may pass through C++
             traceback.print_exc()
             self.raised.append(error)
-            return HIP_ERRORS["launch failure"]
+            return self.ERRORS["launch failure"]
         return 0
 
 
@@ -271,7 +280,7 @@ def floats_as_numpy_expects() -> Iterator[None]:
 
 
 class XlaSide:
-    """XLA's side of the handlers that are registered for the platform "ROCM"."""
+    """XLA's side of the handlers that are registered for a GPU's platform."""
 
     class _Array(ctypes.Structure):
         _fields_ = (
@@ -281,7 +290,7 @@ class XlaSide:
             ("data", ctypes.c_void_p),
         )
 
-    _DTYPES: ClassVar = {"float32": 11, "int32": 4, "bfloat16": 16}
+    _DTYPES: ClassVar = {"float32": 11, "int32": 4, "bfloat16": 16, "uint8": 6}
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
@@ -318,7 +327,7 @@ class XlaSide:
         q_block, kv_block, left, right = (ctypes.c_int64(x) for x in (0, 0, -1, 0))
         return self._text(
             self._library.xla_execute(
-                *(_pointer(handler), ctypes.c_void_p(stream), table),
+                *(_pointer(handler), ctypes.c_void_p(stream), table, len(arrays)),
                 *(kv_block, q_block, ctypes.c_bool(False), left, right),
                 *self._out(),
             )
@@ -339,12 +348,13 @@ def _pointer(capsule: object) -> ctypes.c_void_p:
 
 
 def build(source: str, library: pathlib.Path) -> pathlib.Path:
-    """Compiles a library of this folder."""
+    """Compiles a library of this folder, or of the path that `source` is."""
+    here = pathlib.Path(__file__).parent
     subprocess.run(
         [
             *("g++", "-std=c++17", "-O1", "-Wall", "-shared", "-fPIC"),
-            *("-fvisibility=hidden", "-isystem", jax.ffi.include_dir()),
-            *("-o", str(library), str(pathlib.Path(__file__).with_name(source))),
+            *("-fvisibility=hidden", "-isystem", jax.ffi.include_dir(), f"-I{here}"),
+            *("-o", str(library), str(here / source)),
         ],
         check=True,
     )
@@ -383,10 +393,11 @@ def model(launch: Launch) -> None:
     assert launch.block == (512, 1, 1)
     for b in range(args.batch):
         for h in range(args.heads):
-            _model_head(args, arrays, b, h)
+            model_head(args, arrays, b, h)
 
 
-def _model_head(args: Args, arrays: dict[str, np.ndarray], b: int, h: int) -> None:
+def model_head(args: Any, arrays: dict[str, np.ndarray], b: int, h: int) -> None:
+    """One query head's plain attention; `args` has the kernel's lengths and window."""
     kv = b // (args.batch // args.kv_batch), h // (args.heads // args.kv_heads)
     q = arrays["q"][b, :, h].astype(np.float64)
     k = arrays["k"][kv[0], :, kv[1]].astype(np.float64) * arrays["k_scale"][kv]

@@ -3,19 +3,14 @@
 // code, symbols) and hands launches to a function of the test's. Built by
 // conftest.py.
 
-#include <elf.h>
-
-#include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstring>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
+#include "standin.h"
 
 namespace {
 
@@ -33,11 +28,6 @@ enum : int {
   kLaunchFailure = 719,
 };
 
-struct ErrorText {
-  int code;
-  const char* name;
-  const char* text;
-};
 constexpr ErrorText kErrors[] = {
     {kSuccess, "hipSuccess", "no error"},
     {kInvalidValue, "hipErrorInvalidValue", "invalid argument"},
@@ -54,120 +44,21 @@ constexpr ErrorText kErrors[] = {
     {kLaunchFailure, "hipErrorLaunchFailure", "unspecified launch failure"},
 };
 
-struct Module {
-  int device;
-  std::vector<char> code;
-};
-
-struct Function {
-  const Module* module;
-  std::string name;
-};
-
-struct Stream {
-  int device;
-};
-
-using LaunchCallback = int (*)(int device, const void* code, size_t code_size,
-                               const char* kernel, const unsigned* grid,
-                               const unsigned* block, const void* args,
-                               size_t args_size, void* stream);
-
-std::mutex mutex;
-int device_count = 8;
-int compute_units = 256;
-std::string arch = "gfx950:sramecc+:xnack-";
-std::map<std::string, int> failures;
-std::map<int, int> load_counts;
-std::vector<std::unique_ptr<Module>> modules;
-std::vector<std::unique_ptr<Function>> functions;
-std::vector<std::unique_ptr<Stream>> streams;
-std::atomic<LaunchCallback> launch_callback = nullptr;
+constexpr uint16_t kAmdGpu = 224;
 thread_local int current_device = 0;
 
-// The error that the test wants of a call.
-int Wanted(const char* call) {
-  const auto found = failures.find(call);
-  return found == failures.end() ? kSuccess : found->second;
-}
-
-template <class T>
-bool Owns(const std::vector<std::unique_ptr<T>>& all, const void* handle) {
-  return std::any_of(all.begin(), all.end(),
-                     [handle](const auto& x) { return x.get() == handle; });
-}
-
-// Bytes of an ELF file for AMD GPUs, 0 for anything else.
-size_t CodeSize(const void* code) {
-  Elf64_Ehdr header;
-  std::memcpy(&header, code, sizeof(header));
-  constexpr int kAmdGpu = 224;
-  if (std::memcmp(header.e_ident, ELFMAG, SELFMAG) != 0 ||
-      header.e_machine != kAmdGpu) {
-    return 0;
-  }
-  size_t size = header.e_shoff + size_t{header.e_shnum} * header.e_shentsize;
-  for (int i = 0; i < header.e_shnum; ++i) {
-    Elf64_Shdr section;
-    std::memcpy(&section,
-                static_cast<const char*>(code) + header.e_shoff +
-                    size_t(i) * header.e_shentsize,
-                sizeof(section));
-    if (section.sh_type != SHT_NOBITS) {
-      size = std::max<size_t>(size, section.sh_offset + section.sh_size);
-    }
-  }
-  return size;
-}
-
 }  // namespace
-
-// The test's side.
-
-EXPORT void standin_set_devices(int count, const char* name, int units) {
-  std::lock_guard<std::mutex> lock(mutex);
-  device_count = count;
-  arch = name;
-  compute_units = units;
-}
-
-// Makes a function return an error; 0: work again.
-EXPORT void standin_fail(const char* call, int error) {
-  std::lock_guard<std::mutex> lock(mutex);
-  failures[call] = error;
-}
-
-EXPORT void standin_set_launch(LaunchCallback callback) {
-  launch_callback = callback;
-}
-
-// Modules loaded on a device so far.
-EXPORT int standin_loads(int device) {
-  std::lock_guard<std::mutex> lock(mutex);
-  return load_counts[device];
-}
-
-// A stream of a device.
-EXPORT void* standin_stream(int device) {
-  std::lock_guard<std::mutex> lock(mutex);
-  streams.push_back(std::make_unique<Stream>(Stream{device}));
-  return streams.back().get();
-}
 
 // HIP's side.
 
 EXPORT const char* hipGetErrorName(int error) {
-  for (const ErrorText& entry : kErrors) {
-    if (entry.code == error) return entry.name;
-  }
-  return "hipErrorUnknown";
+  const ErrorText* entry = Find(kErrors, error);
+  return entry ? entry->name : "hipErrorUnknown";
 }
 
 EXPORT const char* hipGetErrorString(int error) {
-  for (const ErrorText& entry : kErrors) {
-    if (entry.code == error) return entry.text;
-  }
-  return "unknown error";
+  const ErrorText* entry = Find(kErrors, error);
+  return entry ? entry->text : "unknown error";
 }
 
 EXPORT int hipGetDeviceCount(int* count) {
@@ -215,14 +106,8 @@ EXPORT int hipStreamGetDevice(void* stream, int* device) {
 EXPORT int hipModuleLoadData(void** module, const void* code) {
   std::lock_guard<std::mutex> lock(mutex);
   if (int error = Wanted("hipModuleLoadData")) return error;
-  const size_t size = CodeSize(code);
-  if (size == 0) return kInvalidImage;
-  const char* bytes = static_cast<const char*>(code);
-  modules.push_back(std::make_unique<Module>(
-      Module{current_device, std::vector<char>(bytes, bytes + size)}));
-  ++load_counts[current_device];
-  *module = modules.back().get();
-  return kSuccess;
+  *module = AddModule(current_device, code, kAmdGpu);
+  return *module == nullptr ? kInvalidImage : kSuccess;
 }
 
 EXPORT int hipModuleGetFunction(void** function, void* module,
@@ -232,13 +117,8 @@ EXPORT int hipModuleGetFunction(void** function, void* module,
   if (!Owns(modules, module)) return kInvalidHandle;
   const auto* from = static_cast<const Module*>(module);
   if (from->device != current_device) return kInvalidHandle;
-  // The name with the zero that ends it, as in the table of names.
-  const auto found = std::search(from->code.begin(), from->code.end(), name,
-                                 name + std::strlen(name) + 1);
-  if (found == from->code.end()) return kNotFound;
-  functions.push_back(std::make_unique<Function>(Function{from, name}));
-  *function = functions.back().get();
-  return kSuccess;
+  *function = AddFunction(from, name);
+  return *function == nullptr ? kNotFound : kSuccess;
 }
 
 EXPORT int hipModuleLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y,
@@ -277,5 +157,5 @@ EXPORT int hipModuleLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y,
   const std::vector<char>& code = function->module->code;
   return callback(current_device, code.data(), code.size(),
                   function->name.c_str(), grid, block, extra[1],
-                  *static_cast<const size_t*>(extra[3]), stream);
+                  *static_cast<const size_t*>(extra[3]), stream, 0);
 }

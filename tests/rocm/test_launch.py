@@ -488,7 +488,7 @@ def test_xla_learns_that_the_handler_may_be_captured(xla):
     handlers = EXTENSION.registrations()["ROCM"]
     assert set(handlers) == {"initialize", "execute"}
     assert xla.traits(handlers["execute"]) == 1
-    assert xla.traits(EXTENSION.rocm_handler_on_host()) == 0
+    assert xla.traits(EXTENSION.handlers_on_host()["rocm"]["zyfa_attention"]) == 0
 
 
 def test_the_handler_of_rocm_launches_on_xlas_stream(hip, xla):

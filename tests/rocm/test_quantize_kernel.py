@@ -519,7 +519,7 @@ def test_the_handler_checks_what_it_is_given(hip, operands, results, step, messa
 def test_the_handler_may_be_captured_in_a_command_buffer(xla):
     handlers = EXTENSION.quantize_registrations()["ROCM"]
     assert xla.traits(handlers["execute"]) == 1
-    assert xla.traits(EXTENSION.rocm_quantize_handler_on_host()) == 0
+    assert xla.traits(EXTENSION.handlers_on_host()["rocm"]["zyfa_quantize"]) == 0
 
 
 def test_the_kernels_use_neither_scratch_nor_spills():

@@ -1,5 +1,5 @@
 // XLA's side of its foreign function interface, for tests of the handlers that
-// only the platform "ROCM" has: asks for their traits and calls their stages.
+// only a GPU's platform has: asks for their traits and calls their stages.
 
 #include <cstdint>
 #include <string>
@@ -102,21 +102,22 @@ struct Array {
   void* data;
 };
 
-// The attention call: nine operands and two results, and the attributes in the
+// The attention call: nine operands and the results, and the attributes in the
 // order of their names, int64 but for quadratic.
 EXPORT int xla_execute(XLA_FFI_Handler* handler, void* stream, Array* arrays,
-                       int64_t kv_block, int64_t q_block, bool quadratic,
-                       int64_t window_left, int64_t window_right, char* message,
-                       size_t size) {
+                       int32_t count, int64_t kv_block, int64_t q_block,
+                       bool quadratic, int64_t window_left,
+                       int64_t window_right, char* message, size_t size) {
   XLA_FFI_ExecutionContext context = {stream};
   XLA_FFI_CallFrame frame = Frame(XLA_FFI_ExecutionStage_EXECUTE, &context);
   constexpr int kOperands = 9;
-  constexpr int kResults = 2;
-  XLA_FFI_Buffer buffers[kOperands + kResults];
-  void* pointers[kOperands + kResults];
+  constexpr int kMaxResults = 3;
+  const int results = count - kOperands;
+  XLA_FFI_Buffer buffers[kOperands + kMaxResults];
+  void* pointers[kOperands + kMaxResults];
   XLA_FFI_ArgType arg_types[kOperands];
-  XLA_FFI_RetType ret_types[kResults];
-  for (int i = 0; i < kOperands + kResults; ++i) {
+  XLA_FFI_RetType ret_types[kMaxResults];
+  for (int i = 0; i < count; ++i) {
     buffers[i] = {XLA_FFI_Buffer_STRUCT_SIZE,
                   nullptr,
                   static_cast<XLA_FFI_DataType>(arrays[i].dtype),
@@ -130,7 +131,7 @@ EXPORT int xla_execute(XLA_FFI_Handler* handler, void* stream, Array* arrays,
   frame.args.size = kOperands;
   frame.args.types = arg_types;
   frame.args.args = pointers;
-  frame.rets.size = kResults;
+  frame.rets.size = results;
   frame.rets.types = ret_types;
   frame.rets.rets = pointers + kOperands;
 

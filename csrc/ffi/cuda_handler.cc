@@ -1,0 +1,249 @@
+#include "csrc/ffi/cuda_handler.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "csrc/cuda/attention_args.h"
+#include "csrc/cuda/launch_plan.h"
+#include "csrc/ffi/attention_params.h"
+#include "csrc/ffi/decode.h"
+#include "csrc/ffi/gpu_launch.h"
+#include "csrc/ffi/gpu_limits.h"
+#include "csrc/gpu/code_object.h"
+#include "csrc/gpu/cuda_driver.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace zyfa {
+namespace {
+
+namespace ffi = xla::ffi;
+using cuda::AttentionArgs;
+using cuda::LaunchPlan;
+using cuda::TensorMap;
+
+constexpr char kName[] = "zyfa_attention";
+
+gpu::Launch ToLaunch(const cuda::KernelLaunch& kernel, const void* args,
+                     size_t args_size) {
+  return {kernel.symbol, kernel.grid, kernel.block,
+          args,          args_size,   kernel.shared_bytes};
+}
+
+// Every kernel: CUDA may load a kernel's code when it is first asked for, which
+// a stream that is being captured may not allow.
+std::vector<gpu::Launch> Kernels() {
+  std::vector<gpu::Launch> kernels;
+  for (const auto type :
+       {cuda::InType::kE4m3, cuda::InType::kBF16, cuda::InType::kF16}) {
+    for (const int64_t head_dim : {128, 192}) {
+      const LaunchPlan plan =
+          cuda::PlanAttention({type, 1, 1, 1, 1, 1, 1, head_dim}, 1);
+      kernels.push_back(ToLaunch(plan.attention, nullptr, 0));
+      if (plan.prepare.symbol != nullptr) {
+        kernels.push_back(ToLaunch(plan.prepare, nullptr, 0));
+      }
+    }
+  }
+  return kernels;
+}
+
+// Never freed, as the modules that it holds.
+gpu::Launcher& CudaLauncher() {
+  static auto* const launcher = new gpu::Launcher(
+      gpu::OpenCuda, cuda::kCodeObjects, cuda::kCodeObjectCount,
+      "The kernels are for Hopper GPUs (sm_90): call "
+      "attention(implementation='reference')",
+      Kernels());
+  return *launcher;
+}
+
+std::optional<cuda::InType> ToInType(DType dtype) {
+  switch (dtype) {
+    case DType::kE4m3:
+      return cuda::InType::kE4m3;
+    case DType::kBF16:
+      return cuda::InType::kBF16;
+    case DType::kF16:
+      return cuda::InType::kF16;
+    case DType::kF32:
+      break;
+  }
+  return std::nullopt;
+}
+
+cuda::OutType ToOutType(DType dtype) {
+  return dtype == DType::kF32   ? cuda::OutType::kF32
+         : dtype == DType::kF16 ? cuda::OutType::kF16
+                                : cuda::OutType::kBF16;
+}
+
+LaunchPlan PlanOf(const AttentionParams& p, int multiprocessors) {
+  const auto type = ToInType(p.in_dtype);
+  if (!type || p.value_dim != cuda::kValueDim) return {};
+  return cuda::PlanAttention({*type, p.batch, p.kv_batch, p.q_len, p.kv_len,
+                              p.heads, p.kv_heads, p.head_dim},
+                             multiprocessors);
+}
+
+// What the kernels do not take of what DecodeAttention does, or nothing.
+std::string Refusal(const AttentionParams& p) {
+  if (!PlanOf(p, 1).supported) {
+    return "bfloat16, float16 and float8_e4m3fn with head dims 128 and 128 or "
+           "192 and 128, got " +
+           Name(p.in_dtype) + " with " + std::to_string(p.head_dim) + " and " +
+           std::to_string(p.value_dim);
+  }
+  return GpuRefusal(p);
+}
+
+AttentionArgs ToArgs(const AttentionParams& p, const LaunchPlan& plan,
+                     void* workspace) {
+  const auto narrow = [](int64_t x) { return static_cast<int32_t>(x); };
+  AttentionArgs args = {};
+  args.q = p.q;
+  args.k = p.k;
+  args.v = p.v;
+  args.q_scale = p.q_scale;
+  args.k_scale = p.k_scale;
+  args.v_scale = p.v_scale;
+  args.q_offset = p.q_offset;
+  args.q_lengths = p.q_lengths;
+  args.kv_lengths = p.kv_lengths;
+  args.out = p.out;
+  args.lse = p.lse;
+  args.workspace = workspace;
+  args.batch = narrow(p.batch);
+  args.kv_batch = narrow(p.kv_batch);
+  args.q_len = narrow(p.q_len);
+  args.kv_len = narrow(p.kv_len);
+  args.heads = narrow(p.heads);
+  args.kv_heads = narrow(p.kv_heads);
+  args.window_left = *ToWindow(p.window_left);
+  args.window_right = *ToWindow(p.window_right);
+  // A block of more queries than there are is all of them.
+  args.q_block =
+      narrow(std::min<int64_t>(p.q_block, std::numeric_limits<int32_t>::max()));
+  args.q_scales = narrow(p.q_scales);
+  args.out_type = ToOutType(p.out_dtype);
+  args.section_heads = plan.section_heads;
+  return args;
+}
+
+// Where a map's array begins. One without keys may have no address, which the
+// driver does not take; since nothing reads it, the queries' does as well.
+const void* BaseOf(const cuda::TensorMapPlan& map, const AttentionArgs& args) {
+  const void* base = args.workspace;
+  switch (map.buffer) {
+    case cuda::Buffer::kQ:
+      base = args.q;
+      break;
+    case cuda::Buffer::kK:
+      base = args.kv_len > 0 ? args.k : args.q;
+      break;
+    case cuda::Buffer::kV:
+      base = args.kv_len > 0 ? args.v : args.q;
+      break;
+    case cuda::Buffer::kWorkspace:
+      break;
+  }
+  return static_cast<const char*>(base) + map.offset;
+}
+
+ffi::Error Start(int device, const cuda::KernelLaunch& kernel,
+                 void** parameters, void* stream) {
+  return ToFfiError(
+      kName, CudaLauncher().Run(device,
+                                {kernel.symbol, kernel.grid, kernel.block,
+                                 nullptr, 0, kernel.shared_bytes, parameters},
+                                stream));
+}
+
+ffi::Error Run(int device, void* stream, const AttentionParams& params,
+               ffi::AnyBuffer workspace) {
+  gpu::Device description;
+  if (auto error = CudaLauncher().Load(device, &description)) {
+    return ToFfiError(kName, error);
+  }
+  const LaunchPlan plan = PlanOf(params, description.compute_units);
+  if (workspace.size_bytes() < plan.workspace_bytes) {
+    return ffi::Error::InvalidArgument("zyfa_attention: the workspace takes " +
+                                       std::to_string(plan.workspace_bytes) +
+                                       " bytes, got " +
+                                       std::to_string(workspace.size_bytes()));
+  }
+  AttentionArgs args = ToArgs(params, plan, workspace.untyped_data());
+  TensorMap q, k, v;
+  const struct {
+    const cuda::TensorMapPlan& plan;
+    TensorMap* map;
+  } maps[] = {{plan.q_map, &q}, {plan.k_map, &k}, {plan.v_map, &v}};
+  for (const auto& [map_plan, map] : maps) {
+    if (auto error =
+            gpu::EncodeTensorMap(map_plan, BaseOf(map_plan, args), map)) {
+      return ToFfiError(kName, error);
+    }
+  }
+  void* parameters[] = {&args, &q, &k, &v};
+  if (plan.prepare.symbol != nullptr && plan.prepare.grid > 0) {
+    ffi::Error error = Start(device, plan.prepare, parameters, stream);
+    if (error.failure()) return error;
+  }
+  return Start(device, plan.attention, parameters, stream);
+}
+
+// Calls run(params) unless there is nothing to compute.
+template <class RunParams>
+ffi::Error Decode(const AttentionCall& call, const RunParams& run) {
+  const auto params = DecodeAttention(call);
+  if (params.has_error()) return params.error();
+  const std::string refusal = Refusal(*params);
+  if (!refusal.empty()) {
+    return ffi::Error::InvalidArgument(
+        "zyfa_attention: the CUDA kernels take " + refusal);
+  }
+  if (params->batch == 0 || params->heads == 0 || params->q_len == 0) {
+    return ffi::Error::Success();
+  }
+  return run(*params);
+}
+
+}  // namespace
+
+XLA_FFI_Error* CudaInitialize(XLA_FFI_CallFrame* call_frame) {
+  return LoadAhead<CudaLauncher, kName>(call_frame);
+}
+
+XLA_FFI_Error* CudaAttention(XLA_FFI_CallFrame* call_frame) {
+  static auto* const handler =
+      AttentionHandler<ffi::PlatformStream<void*>, ffi::AnyBuffer>(
+          [](void* stream, const AttentionCall& call,
+             ffi::AnyBuffer workspace) {
+            return Decode(call, [&](const AttentionParams& params) {
+              return OnDeviceOf<CudaLauncher>(kName, stream, [&](int device) {
+                return Run(device, stream, params, workspace);
+              });
+            });
+          },
+          {ffi::Traits::kCmdBufferCompatible})
+          .release();
+  return handler->Call(call_frame);
+}
+
+XLA_FFI_Error* CudaAttentionOnHost(XLA_FFI_CallFrame* call_frame) {
+  static auto* const handler =
+      AttentionHandler<ffi::DeviceOrdinal, ffi::AnyBuffer>(
+          [](int32_t device, const AttentionCall& call,
+             ffi::AnyBuffer workspace) {
+            return Decode(call, [&](const AttentionParams& params) {
+              return Run(device, nullptr, params, workspace);
+            });
+          })
+          .release();
+  return handler->Call(call_frame);
+}
+
+}  // namespace zyfa
