@@ -39,6 +39,7 @@ MODELS: dict[reference.Probabilities, str] = {
     "linear": "exp-free, linear",
     "quadratic": "exp-free, quadratic",
     "gfx950": "exp-free, linear and two chords (gfx950)",
+    "sm90": "exp-free, linear, a block's own maximum (sm_90)",
 }
 AITER = "P in [0, 1], bfloat16 out (AITER)"
 BASELINE = MODELS["exact row"]
