@@ -89,15 +89,8 @@ LaunchPlan PlanOf(const AttentionParams& p, int multiprocessors) {
                              multiprocessors);
 }
 
-// What the kernels do not take of what DecodeAttention does, or nothing.
 std::string Refusal(const AttentionParams& p) {
-  if (!PlanOf(p, 1).supported) {
-    return "bfloat16, float16 and float8_e4m3fn with head dims 128 and 128 or "
-           "192 and 128, got " +
-           Name(p.in_dtype) + " with " + std::to_string(p.head_dim) + " and " +
-           std::to_string(p.value_dim);
-  }
-  return GpuRefusal(p);
+  return GpuRefusal(p, PlanOf(p, 1).supported);
 }
 
 AttentionArgs ToArgs(const AttentionParams& p, const LaunchPlan& plan,
@@ -195,22 +188,6 @@ ffi::Error Run(int device, void* stream, const AttentionParams& params,
   return Start(device, plan.attention, parameters, stream);
 }
 
-// Calls run(params) unless there is nothing to compute.
-template <class RunParams>
-ffi::Error Decode(const AttentionCall& call, const RunParams& run) {
-  const auto params = DecodeAttention(call);
-  if (params.has_error()) return params.error();
-  const std::string refusal = Refusal(*params);
-  if (!refusal.empty()) {
-    return ffi::Error::InvalidArgument(
-        "zyfa_attention: the CUDA kernels take " + refusal);
-  }
-  if (params->batch == 0 || params->heads == 0 || params->q_len == 0) {
-    return ffi::Error::Success();
-  }
-  return run(*params);
-}
-
 }  // namespace
 
 XLA_FFI_Error* CudaInitialize(XLA_FFI_CallFrame* call_frame) {
@@ -222,11 +199,13 @@ XLA_FFI_Error* CudaAttention(XLA_FFI_CallFrame* call_frame) {
       AttentionHandler<ffi::PlatformStream<void*>, ffi::AnyBuffer>(
           [](void* stream, const AttentionCall& call,
              ffi::AnyBuffer workspace) {
-            return Decode(call, [&](const AttentionParams& params) {
-              return OnDeviceOf<CudaLauncher>(kName, stream, [&](int device) {
-                return Run(device, stream, params, workspace);
-              });
-            });
+            return RunIfTaken(
+                "CUDA", call, Refusal, [&](const AttentionParams& params) {
+                  return OnDeviceOf<CudaLauncher>(
+                      kName, stream, [&](int device) {
+                        return Run(device, stream, params, workspace);
+                      });
+                });
           },
           {ffi::Traits::kCmdBufferCompatible})
           .release();
@@ -238,9 +217,10 @@ XLA_FFI_Error* CudaAttentionOnHost(XLA_FFI_CallFrame* call_frame) {
       AttentionHandler<ffi::DeviceOrdinal, ffi::AnyBuffer>(
           [](int32_t device, const AttentionCall& call,
              ffi::AnyBuffer workspace) {
-            return Decode(call, [&](const AttentionParams& params) {
-              return Run(device, nullptr, params, workspace);
-            });
+            return RunIfTaken("CUDA", call, Refusal,
+                              [&](const AttentionParams& params) {
+                                return Run(device, nullptr, params, workspace);
+                              });
           })
           .release();
   return handler->Call(call_frame);

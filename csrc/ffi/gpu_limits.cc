@@ -42,10 +42,15 @@ std::optional<int32_t> ToWindow(int64_t side) {
   return static_cast<int32_t>(side);
 }
 
-std::string GpuRefusal(const AttentionParams& p) {
+std::string GpuRefusal(const AttentionParams& p, bool has_kernel) {
   const auto two = [](int64_t x, int64_t y) {
     return std::to_string(x) + " and " + std::to_string(y);
   };
+  if (!has_kernel) {
+    return "bfloat16, float16 and float8_e4m3fn with head dims 128 and 128 or "
+           "192 and 128, got " +
+           Name(p.in_dtype) + " with " + two(p.head_dim, p.value_dim);
+  }
   if (p.kv_block != 0) {
     return "one descale for all keys, got kv_block " +
            std::to_string(p.kv_block);

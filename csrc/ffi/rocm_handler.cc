@@ -52,15 +52,8 @@ const Kernel* FindKernel(const AttentionParams& p) {
   return nullptr;
 }
 
-// What the kernels do not take of what DecodeAttention does, or nothing.
 std::string Refusal(const AttentionParams& p) {
-  if (FindKernel(p) == nullptr) {
-    return "bfloat16, float16 and float8_e4m3fn with head dims 128 and 128 or "
-           "192 and 128, got " +
-           Name(p.in_dtype) + " with " + std::to_string(p.head_dim) + " and " +
-           std::to_string(p.value_dim);
-  }
-  return GpuRefusal(p);
+  return GpuRefusal(p, FindKernel(p) != nullptr);
 }
 
 AttentionArgs ToArgs(const AttentionParams& p) {
@@ -121,22 +114,6 @@ ffi::Error Run(int32_t device, void* stream, const AttentionParams& params) {
                  stream));
 }
 
-// Calls run(params) unless there is nothing to compute.
-template <class RunParams>
-ffi::Error Decode(const AttentionCall& call, const RunParams& run) {
-  const auto params = DecodeAttention(call);
-  if (params.has_error()) return params.error();
-  const std::string refusal = Refusal(*params);
-  if (!refusal.empty()) {
-    return ffi::Error::InvalidArgument(
-        "zyfa_attention: the ROCm kernels take " + refusal);
-  }
-  if (params->batch == 0 || params->heads == 0 || params->q_len == 0) {
-    return ffi::Error::Success();
-  }
-  return run(*params);
-}
-
 }  // namespace
 
 XLA_FFI_Error* RocmInitialize(XLA_FFI_CallFrame* call_frame) {
@@ -147,11 +124,12 @@ XLA_FFI_Error* RocmAttention(XLA_FFI_CallFrame* call_frame) {
   static auto* const handler =
       AttentionHandler<ffi::PlatformStream<void*>>(
           [](void* stream, const AttentionCall& call) {
-            return Decode(call, [stream](const AttentionParams& params) {
-              return OnDeviceOf<RocmLauncher>(kName, stream, [&](int device) {
-                return Run(device, stream, params);
-              });
-            });
+            return RunIfTaken(
+                "ROCm", call, Refusal, [stream](const AttentionParams& params) {
+                  return OnDeviceOf<RocmLauncher>(
+                      kName, stream,
+                      [&](int device) { return Run(device, stream, params); });
+                });
           },
           {ffi::Traits::kCmdBufferCompatible})
           .release();
@@ -162,9 +140,10 @@ XLA_FFI_Error* RocmAttentionOnHost(XLA_FFI_CallFrame* call_frame) {
   static auto* const handler =
       AttentionHandler<ffi::DeviceOrdinal>([](int32_t device,
                                               const AttentionCall& call) {
-        return Decode(call, [device](const AttentionParams& params) {
-          return Run(device, nullptr, params);
-        });
+        return RunIfTaken("ROCm", call, Refusal,
+                          [device](const AttentionParams& params) {
+                            return Run(device, nullptr, params);
+                          });
       }).release();
   return handler->Call(call_frame);
 }
