@@ -16,8 +16,6 @@ constexpr int64_t kMaxRowBytes = (1 << 24) - 1;
 // HIP takes fewer than 2^32 threads along a dimension.
 constexpr int64_t kMaxBlocks = (int64_t{1} << 32) / 512 - 1;
 
-}  // namespace
-
 int64_t SizeOf(DType dtype) {
   return dtype == DType::kF32 ? 4 : dtype == DType::kE4m3 ? 1 : 2;
 }
@@ -35,6 +33,8 @@ std::string Name(DType dtype) {
   }
   return "";
 }
+
+}  // namespace
 
 std::optional<int32_t> ToWindow(int64_t side) {
   if (side < 0 || side >= int64_t{1} << 32) return -1;

@@ -13,9 +13,6 @@
 
 namespace zyfa {
 
-int64_t SizeOf(DType dtype);
-std::string Name(DType dtype);
-
 // A window's side as the kernels take it, -1 for one that reaches every key
 // from every int32 position; nothing where neither is exact.
 std::optional<int32_t> ToWindow(int64_t side);
