@@ -28,8 +28,9 @@ from zyfa_jax import _gradient, reference
 from zyfa_jax._attention import canonical
 
 from . import families, plot, report
+from .shapes import DEEPSEEK_V2_LITE, MISTRAL_7B
 
-HEAD_DIMS = ((128, 128), (192, 128))
+HEAD_DIMS = (MISTRAL_7B.head_dims, DEEPSEEK_V2_LITE.head_dims)
 ROWS = {"all rows": slice(None), "last 64 rows": slice(-64, None)}
 
 MODELS: dict[reference.Probabilities, str] = {

@@ -128,12 +128,17 @@ def test_reports_every_kind(alone, tmp_path, capsys):
         assert 0 < result["error"] < (0.03 if "float8" in result["dtype"] else 0.005)
     named = {x["implementation"] for x in report["results"]}
     assert named == {"zyfa_jax", "jax.nn"}
+    assert set(report["missing"]) == set(rocm.PEERS)
+    for name in rocm.PEERS:
+        assert f"{name} takes no part: " in printed
 
 
 def test_takes_what_else_is_installed(others, tmp_path):
     file = tmp_path / "report.json"
     assert main([*QUICK, "--json", str(file)]) == 0
-    results = json.loads(file.read_text())["results"]
+    report = json.loads(file.read_text())
+    results = report["results"]
+    assert report["missing"] == {}
     assert {x["implementation"] for x in results if x["trouble"]} == {"jax.nn"}
     errors = {}
     for x in results:
