@@ -4,17 +4,22 @@ import re
 import runpy
 import shlex
 import sys
+import threading
 import tomllib
 import types
 import warnings
 from argparse import ArgumentParser
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import numpy as np
 import pytest
 import yaml
 from markdown_it import MarkdownIt
+
+from tools.docs import links, pictures
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -216,3 +221,55 @@ def test_the_sites_navigation_has_every_page():
 def test_the_index_has_every_page():
     linked = set(re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs/README.md").read_text()))
     assert linked | {"README.md"} == {x.name for x in ROOT.glob("docs/*.md")}
+
+
+# ---- The link checker
+
+
+@pytest.fixture
+def server():
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(int(self.path[1:]))
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_links_that_are_gone_are_an_error(server, tmp_path, monkeypatch, capsys):
+    page = tmp_path / "page.md"
+    monkeypatch.setattr(links, "ROOT", tmp_path)
+    page.write_text(f"[here]({server}/200), <{server}/403>, `{server}/404`")
+    assert links.main([]) == 0
+    printed = capsys.readouterr().out
+    assert "200" in printed
+    assert "refused: 403" in printed
+    page.write_text(f"| a |\n|---|\n| {server}/404. |\n")
+    assert links.main([]) == 1
+    assert "gone: 404" in capsys.readouterr().out
+    server_that_is_not = "http://127.0.0.1:1/"
+    assert links.ask(server_that_is_not, timeout=5).startswith("not reached: ")
+
+
+def test_pictures_of_the_numerics_show_what_they_should(tmp_path, capsys):
+    assert pictures.main(["--folder", str(tmp_path)]) == 0
+    assert "quadratic term" in capsys.readouterr().out
+    for drawn in tmp_path.iterdir():
+        assert (pictures.FOLDER / drawn.name).exists()
+    far = {}
+    for name, (_, y) in pictures.block_scale().curves.items():
+        far[name] = np.asarray(y)[-1]
+        assert "scale" not in name or np.max(y) < 0.04
+    assert far["P in [0, 1]"] == far["P times 2^8, one maximum"] == 1
+    curves = pictures.before_rounding().curves
+    errors = {name: np.abs(y).max() for name, (_, y) in curves.items()}
+    assert errors["quadratic term"] < errors["two chords"] < 1.01
+    assert 2 < errors["linear"] < 4
+    linear, exact, _ = (np.asarray(y) for _, y in pictures.octave().curves.values())
+    assert np.abs(linear - exact).max() == 1 / 16  # a step of e4m3

@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-OUTSIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "benchmarks/results/*.svg")
+OUTSIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/results/*.svg")
 # The beginning of a link's target, in Markdown or in an HTML attribute.
 LINK = r'(\]\(|\b(?:src|href)=")'
 
@@ -32,4 +32,6 @@ def on_page_markdown(
     markdown: str, page: Page, config: MkDocsConfig, files: Files
 ) -> str:
     outside = page.file.generated_by is not None
-    return re.sub(LINK + ("docs/" if outside else r"\.\./"), r"\1", markdown)
+    # The site's README.md is that of docs/: a link to the other one is told as broken.
+    folder = "docs/" if outside else r"\.\./(?!README\.md)"
+    return re.sub(LINK + folder, r"\1", markdown)
