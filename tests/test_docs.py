@@ -233,8 +233,8 @@ def server():
             self.send_response(int(self.path[1:]))
             self.end_headers()
 
-        def log_message(self, *_):
-            pass
+        def log_message(self, format, *args):
+            """Says nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -1,4 +1,4 @@
-"""What mkdocs does beside its own: files outside docs/ that its pages link to.
+"""What mkdocs does beside its own: files outside docs/, and one look at each page.
 
 On the forge a page of docs/ links to `../CONTRIBUTING.md` or shows
 `../benchmarks/results/h200.svg`, and CONTRIBUTING.md links to `docs/...`. On the site
@@ -10,12 +10,16 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from markdown_it import MarkdownIt
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import get_plugin_logger
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/results/*.svg")
+BLOCKS = ("ul", "ol", "li", "table", "tr", "pre", "blockquote", "img", "h2", "h3")
+log = get_plugin_logger(__name__)
 # The beginning of a link's target, in Markdown or in an HTML attribute.
 LINK = r'(\]\(|\b(?:src|href)=")'
 
@@ -26,6 +30,25 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             name = path.relative_to(ROOT).as_posix()
             files.append(File.generated(config, name, abs_src_path=str(path)))
     return files
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Warns where the site's Markdown makes something else of a page than the forge's.
+
+    Python-Markdown wants four spaces for what belongs to an item of a list, and an
+    empty line before a list; CommonMark does not.
+    """
+    text = page.markdown or ""
+    if "\n::: " not in text:  # what docstrings make is not the page's own
+        forge = MarkdownIt("commonmark").enable("table").render(text)
+        for tag in BLOCKS:
+            here, there = (len(re.findall(f"<{tag}[ >]", x)) for x in (html, forge))
+            if here != there:
+                log.warning(
+                    "Doc file '%s' has %d <%s> on the site, %d on the forge",
+                    page.file.src_uri, here, tag, there,
+                )  # fmt: skip
+    return html
 
 
 def on_page_markdown(
