@@ -55,10 +55,11 @@ def missing(peers: Mapping[str, str], console: Console) -> dict[str, str]:
     for name, module in peers.items():
         try:
             importlib.import_module(module)
-        except ImportError as error:
-            [reasons[name], *_] = str(error).splitlines() or [type(error).__name__]
-            line = f"{name} takes no part: {reasons[name]}"
+        except Exception as error:  # of whatever kind another package raises
+            reason, *_ = str(error).splitlines() or [type(error).__name__]
+            line = f"{name} takes no part: {reason}"
             console.print(line, highlight=False, markup=False)
+            reasons[name] = reason
     return reasons
 
 

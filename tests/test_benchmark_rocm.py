@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from rich.console import Console
 
 import zyfa_jax
-from benchmarks import rocm
+from benchmarks import report, rocm
 from benchmarks.__main__ import main
 from tools.gfx950.timing import schedules
 
@@ -315,3 +316,13 @@ def test_the_cycle_model_predicts_these_shapes():
 
 def test_the_models_kernels_of_aiters_are_there():
     assert set(rocm.AITER_KERNELS.values()) <= {x.name for x in schedules.PUBLIC}
+
+
+def test_a_peer_that_fails_to_start_takes_no_part(monkeypatch):
+    def fail(name):
+        raise RuntimeError("no [such] driver\nmore")
+
+    monkeypatch.setattr(report.importlib, "import_module", fail)
+    console = Console(record=True, width=80)
+    assert report.missing({"aiter": "aiter"}, console) == {"aiter": "no [such] driver"}
+    assert "aiter takes no part: no [such] driver" in console.export_text()
