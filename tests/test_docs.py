@@ -19,6 +19,7 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
+import zyfa_jax
 from tools.docs import links, pictures
 
 ROOT = Path(__file__).parents[1]
@@ -223,7 +224,21 @@ def test_the_index_has_every_page():
     assert linked | {"README.md"} == {x.name for x in ROOT.glob("docs/*.md")}
 
 
-# ---- The link checker
+@pytest.mark.parametrize("module", [zyfa_jax], ids=lambda module: module.__name__)
+def test_the_api_page_has_everything_public(module):
+    page = (ROOT / "docs/api.md").read_text()
+    listed = set(re.findall(rf"^::: {re.escape(module.__name__)}\.(\w+)$", page, re.M))
+    public = {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and (name.isupper() or callable(value))
+        and getattr(value, "__module__", "zyfa_jax").startswith("zyfa_jax")
+    }
+    assert listed >= public
+
+
+# ---- The tools
 
 
 @pytest.fixture
