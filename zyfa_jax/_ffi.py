@@ -20,7 +20,7 @@ QUANTIZE_TARGET = "zyfa_quantize"
 # whose kernel it takes.
 _TARGETS = {
     TARGET: {(name, name): TARGET for name in _spec.KERNELS},
-    QUANTIZE_TARGET: {("rocm", "rocm"): QUANTIZE_TARGET},
+    QUANTIZE_TARGET: {(name, name): QUANTIZE_TARGET for name in ("rocm", "cuda")},
 }
 logger = logging.getLogger("zyfa_jax")
 
