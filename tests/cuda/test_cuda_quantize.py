@@ -4,6 +4,7 @@ NumPy takes the kernels' place; what they compute is in test_hopper_quantize.py.
 """
 
 import functools
+import io
 from typing import Any
 
 import cuda_bridge
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from _oracle import BF16, F16, F32
 from _quantized import EVERYTHING, OPTIONS, assert_same, normal
+from elftools.elf.elffile import ELFFile
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -215,3 +217,21 @@ def test_the_handler_may_be_captured_in_a_command_buffer(xla):
     assert set(handlers) == {"initialize", "execute"}
     assert xla.traits(handlers["execute"]) == 1
     assert xla.traits(EXTENSION.handlers_on_host()["cuda"]["zyfa_quantize"]) == 0
+
+
+def frame_bytes(code: bytes) -> dict[str, int]:
+    """Bytes of local memory that each kernel of a cubin has for spills and arrays."""
+    elf = ELFFile(io.BytesIO(code))
+    symbols: Any = elf.get_section_by_name(".symtab")
+    # Entries of ".nv.info": format, attribute, size; then symbol and value.
+    info = np.frombuffer(elf.get_section_by_name(".nv.info").data(), np.uint32)
+    frame_size = 4 | 0x11 << 8 | 8 << 16
+    starts = np.flatnonzero(info == frame_size)
+    return {symbols.get_symbol(info[i + 1]).name: int(info[i + 2]) for i in starts}
+
+
+def test_the_kernels_spill_nothing():
+    frames = frame_bytes(EXTENSION.cuda_code_object("sm_90"))
+    kernels = {x: n for x, n in frames.items() if x.startswith("zyfa_quantize_")}
+    assert len(kernels) == 18
+    assert not any(kernels.values()), kernels
