@@ -218,7 +218,6 @@ class WarpTile {
         const float clamped = Maximum(Minimum(y[k], limit), -limit);
         quotients[k] = Quotient(clamped * factor, descale, inverse);
       }
-      if (!IsValid(i)) return;
       const uint2 codes = {PackE4m3(quotients[0], quotients[1]) |
                                PackE4m3(quotients[2], quotients[3]) << 16,
                            PackE4m3(quotients[4], quotients[5]) |
@@ -271,7 +270,6 @@ class WarpTile {
     }
   }
 
-  // Of tokens beyond the end as well: what comes of them is not used.
   ZYFA_DEVICE void LoadMean(int j, Chunk& mean) const {
     const auto* from =
         reinterpret_cast<const float4*>(mean_ + channel_ + j * kChunkStride);
@@ -288,20 +286,18 @@ class WarpTile {
   ZYFA_DEVICE void Widen(const uint4 (&raw)[kVectors], const Chunk& mean,
                          Chunk& y) const {
     Type::Widen(raw, y);
-    if (mean_ == nullptr) {
-      if (kRotates && guard_ != 1.0f) {
+    if (mean_ != nullptr) {
 #pragma unroll
-        for (float& value : y) value *= guard_;
+      for (int k = 0; k < kChunk; ++k) {
+        y[k] = __fmaf_rn(-mean[k], guard_, y[k] * guard_);
       }
-      return;
-    }
+    } else if (kRotates && guard_ != 1.0f) {
 #pragma unroll
-    for (int k = 0; k < kChunk; ++k) {
-      y[k] = __fmaf_rn(-mean[k], guard_, y[k] * guard_);
+      for (float& value : y) value *= guard_;
     }
   }
 
-  // use(slot, chunk, y) for each chunk.
+  // use(slot, chunk, y) for each chunk of the tokens that are there.
   template <class Use>
   ZYFA_DEVICE void ForEach(const Use& use) const {
 #pragma unroll
@@ -310,6 +306,7 @@ class WarpTile {
       if (!kRotates && mean_ != nullptr) LoadMean(j, mean);
 #pragma unroll
       for (int i = 0; i < kSlots; ++i) {
+        if (!IsValid(i)) continue;
         if constexpr (kRotates) {
           use(i, j, held_[i][j]);
         } else {
