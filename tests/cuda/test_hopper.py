@@ -16,12 +16,13 @@ from jax.sharding import Mesh, PartitionSpec
 
 import zyfa_jax
 from benchmarks import families
+from benchmarks.shapes import DEEPSEEK_V2_LITE, MISTRAL_7B
 from zyfa_jax import Quantized, _ffi, quantize, reference
 from zyfa_jax.__main__ import main
 
 pytestmark = pytest.mark.cuda
 
-DIMS = [(128, 128), (192, 128)]
+DIMS = [MISTRAL_7B.head_dims, DEEPSEEK_V2_LITE.head_dims]
 DTYPES = [BF16, F16, FP8]
 # Relative to the oracle on the same inputs, in bfloat16 output.
 BOUNDS = {BF16: 5e-3, F16: 2e-3, FP8: 0.045}
