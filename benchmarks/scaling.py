@@ -299,8 +299,9 @@ def run(args: argparse.Namespace) -> int:
         results += of_kind
         write()  # what follows may fail, or never end
     if args.picture is not None:
-        note = "" if devices[0].platform != "cpu" else "Devices share the cores."
-        plot.save(args.picture, machine, _panels(results, len(devices)), note)
+        shared = devices[0].platform == "cpu"
+        note = "Devices share the cores: 1 is the ideal." if shared else ""
+        plot.save(args.picture, machine, _panels(results, len(devices), shared), note)
     return 1 if any(x.wrong for x in results) else 0
 
 
@@ -403,13 +404,14 @@ class Spread:
       call: gives the output, not awaited.
       program: what it runs, compiled.
       positions: of the output's tokens, by their place.
-      without: the same without its collectives.
+      without: the same without its collectives, and what it runs.
     """
 
     call: Call
     program: Any
     positions: np.ndarray
     without: Call | None = None
+    without_program: Any = None
 
     @classmethod
     def of(cls, way: Way, inputs: tuple[Any, ...], mesh: Mesh) -> Spread:
@@ -460,6 +462,7 @@ class Spread:
             program,
             parallel.positions(inputs[0].shape[1], mesh.size),
             functools.partial(without, *placed),
+            without,
         )
 
     def checked(self, result: Result, one: Any) -> Result:
@@ -607,7 +610,11 @@ def _bar(x: Result) -> str:
     return f"{share:.3f} {'>=' if share >= bar else '<'} {bar}"
 
 
-def _panels(results: Sequence[Result], most: int) -> list[plot.Panel]:
+def _panels(results: Sequence[Result], most: int, shared: bool) -> list[plot.Panel]:
+    """Over devices at the fewest tokens, and over tokens on all devices.
+
+    The model is drawn where devices share nothing.
+    """
     kinds: dict[str, list[Result]] = {}
     for x in results:
         title = f"{x.problem.model.name}, {x.problem.dtype}"
@@ -619,21 +626,26 @@ def _panels(results: Sequence[Result], most: int) -> list[plot.Panel]:
             plot.Lines(
                 f"{title}, {fewest} tokens",
                 "speed-up",
-                _lines([x for x in of_kind if x.problem.tokens == fewest], "devices"),
+                _lines(
+                    [x for x in of_kind if x.problem.tokens == fewest],
+                    "devices",
+                    shared,
+                ),
+                level=1.0 if shared else None,
                 over="devices",
             )
         )
     for title, of_kind in kinds.items():
         longer = [x for x in of_kind if x.devices == most and x.way.over == "tokens"]
         if len({x.problem.tokens for x in longer}) > 1:
-            lines = _lines(longer, "tokens")
+            lines = _lines(longer, "tokens", shared)
             panels.append(
                 plot.Lines(f"{title}, {most} devices", "speed-up, by length", lines)
             )
     return panels
 
 
-def _lines(results: Sequence[Result], over: str) -> list[plot.Line]:
+def _lines(results: Sequence[Result], over: str, shared: bool) -> list[plot.Line]:
     lines = []
     for way in dict.fromkeys(x.way for x in results):
         for name, peer in ((way.name, False), (f"{way.name}: model", True)):
@@ -643,6 +655,7 @@ def _lines(results: Sequence[Result], over: str) -> list[plot.Line]:
                 if x.way == way
                 and (y := x.predicted if peer else x.speed_up) is not None
             ]
-            if points and not (peer and way.over != "tokens"):
+            modelled = way.over == "tokens" and not shared
+            if points and (modelled or not peer):
                 lines.append(plot.Line(name, points, peer=peer))
     return lines
