@@ -47,6 +47,8 @@ DTYPES = (BF16, FP8)
 AXIS = "devices"
 COMPARED_ROWS = 512
 """Of each device's tokens, evenly spread, are compared."""
+MOST_SECONDS = 10
+"""For the repeats of one device, of which there is one at least."""
 # Relative, of results that are merged: one more rounding to bfloat16, and with FP8
 # probabilities that are coded against other maxima.
 TOLERANCES = {BF16: 4e-3, FP8: 3e-2}
@@ -368,7 +370,9 @@ def measure(
         if devices[0].platform != "cpu":
             share = problem.share(over, len(devices)).inputs()
             calls["one share"] = functools.partial(attention, *share)
-    one = calls["one device"]()
+    one = jax.block_until_ready(calls["one device"]())
+    once = cuda._wall_seconds(calls["one device"], 1)
+    repeats = max(min(repeats, round(MOST_SECONDS / once)), 1)
     found: dict[Way, Result] = {}
     for way in ways:
         empty = Result(way, problem, len(devices))
