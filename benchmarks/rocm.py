@@ -30,9 +30,10 @@ from zyfa_jax import _check, reference
 from zyfa_jax._timing import interleaved_medians
 
 from . import plot, report
+from .shapes import DEEPSEEK_V2_LITE, MISTRAL_7B
 
 TOKENS = (2048, 4096, 8192, 16384, 32768)
-HEAD_DIMS = ((128, 128), (192, 128))
+HEAD_DIMS = (MISTRAL_7B.head_dims, DEEPSEEK_V2_LITE.head_dims)
 DTYPES = ("float8_e4m3fn", "bfloat16")
 TOKENS_AT_ONCE = 32768
 # Dense TFLOP/s of an MI355X by its data sheet.
@@ -172,7 +173,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--heads",
         type=int,
         nargs=2,
-        default=(32, 8),
+        default=MISTRAL_7B.heads,
         metavar=("QUERY", "KEY_VALUE"),
         help="32 and 8 by default",
     )
