@@ -1,5 +1,6 @@
 """`examples.models` on folders written here: its errors, its command, its sharding."""
 
+import collections
 import json
 import math
 import re
@@ -25,6 +26,7 @@ from examples import models  # noqa: E402
 from examples.models import __main__ as command  # noqa: E402
 from examples.models import moe, weights  # noqa: E402
 from examples.models.config import Experts  # noqa: E402
+from examples.models.prefill import init_caches, step  # noqa: E402
 
 MISTRAL: dict[str, Any] = {
     "architectures": ["MistralForCausalLM"],
@@ -131,6 +133,46 @@ def test_command(tmp_path, capsys, settings, arguments, said):
     assert re.search(r"with compilation, then \d+\.\d+ s, \d+ tokens/s", out)
     assert re.search(r"memory: at most [\d.]+ [MG]B", out)
     assert len(re.findall(r"\d\.\d\d%", out)) == 3
+
+
+def test_command_with_random_weights(tmp_path, capsys):
+    """Needs a config alone, and gives another prediction than uniform."""
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
+    code, out, err = run(capsys, tmp_path, "--tokens", 9, "--random-weights")
+    assert (code, err) == (0, "")
+    assert "9 tokens: " in out
+    assert len(set(re.findall(r"\d\.\d\d\d │", out))) > 1
+
+
+def collectives(program: str) -> dict[str, int]:
+    """How many there are of each kind, of floating-point numbers."""
+    return collections.Counter(
+        re.findall(
+            r"= \(?(?:f32|bf16)\[.*? (all-\w+|collective-permute|reduce-scatter)\(",
+            program,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "settings", "chunked", "expected"),
+    [
+        # The embeddings, and the ends of attention and MLP in each layer.
+        ((2, 1), MISTRAL, True, {"all-reduce": 5}),
+        ((4, 1), DEEPSEEK, False, {"all-reduce": 5}),
+        # Besides: keys and values, of each chunk and of the whole cache; last token.
+        ((2, 4), MISTRAL, True, {"all-reduce": 6, "all-gather": 8}),
+    ],
+)
+def test_collectives(tmp_path, mesh, settings, chunked, expected):
+    """Nothing is gathered or reduced but what the mesh asks for."""
+    save(tmp_path, settings)
+    model = models.load(tmp_path, mesh=models.make_mesh(*mesh))
+    graph, state = nnx.split(model)
+    caches = init_caches(graph, state, 1, 64) if chunked else None
+    tokens = jnp.zeros((1, 32), jnp.int32)
+    program = step.lower(graph, state, tokens, caches, jnp.int32(3)).compile()
+    assert collectives(program.as_text()) == expected
 
 
 def test_command_on_text(mistral, capsys):
@@ -294,6 +336,10 @@ def test_wrong_deepseek(tmp_path, changes, message):
     [
         (("--prompt", "a1"), "error: a prompt of text takes a tokenizer.json"),
         (("--mesh", "heads=16"), "error: a mesh of heads=16 x tokens=1 .* there are 8"),
+        (
+            ("--mesh", "heads=4,tokens=2"),
+            "a mesh of tokens=2 takes heads=N that divide the model's 2 key/value heads",
+        ),
         (("--mesh", "rows=2"), "heads=N,tokens=N, not 'rows=2'"),
         (("--mesh", "heads=0"), "heads=N,tokens=N, not 'heads=0'"),
         (("--chunk", "0"), "'0' is not a positive whole number"),
@@ -397,21 +443,21 @@ def test_prefill_of_nothing_is_an_error(mistral):
 
 def plain_experts(x, chosen, weights, gate, up, down):
     """Every expert for every token, weighted by the choices."""
-    share = np.zeros((*x.shape[:2], len(gate)))
+    share = np.zeros((len(x), len(gate)))
     np.put_along_axis(share, chosen, weights, axis=-1)
-    hidden = np.einsum("btw,ewm->btem", x, gate)
-    hidden = hidden / (1 + np.exp(-hidden)) * np.einsum("btw,ewm->btem", x, up)
-    return np.einsum("btem,emw,bte->btw", hidden, down, share)
+    hidden = np.einsum("nw,ewm->nem", x, gate)
+    hidden = hidden / (1 + np.exp(-hidden)) * np.einsum("nw,ewm->nem", x, up)
+    return np.einsum("nem,emw,ne->nw", hidden, down, share)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "experts", "one"), [(3, 8, False), (300, 8, False), (300, 8, True)]
+    ("tokens", "experts", "one"), [(3, 8, False), (500, 8, False), (500, 8, True)]
 )
 def test_expert_mlps(tokens, experts, one):
     """Few rows, several tiles an expert, and all rows of few experts."""
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((2, tokens, 16), np.float32)
-    scores = rng.random((2, tokens, experts))
+    x = rng.standard_normal((tokens, 16), np.float32)
+    scores = rng.random((tokens, experts))
     if one:
         scores[..., [2, 5]] += 1
     chosen = np.argsort(-scores, axis=-1)[..., :2].astype(np.int32)
@@ -438,10 +484,8 @@ def test_routing_is_limited_to_groups():
         routed_scale=3.0,
         first_dense_layers=0,
     )
-    router = moe.Router(config, 6)
-    router.kernel[...] = jnp.eye(6, dtype=jnp.float32)
-    chosen, weights = router(jnp.array([[0.0, 3.0, 2.5, 2.0, 2.9, 2.8]]))
+    logits = np.array([0.0, 3.0, 2.5, 2.0, 2.9, 2.8], np.float32)
+    chosen, weights = moe.route(logits[None], np.eye(6, dtype=np.float32), config)
     assert chosen.tolist() == [[1, 0]]
-    logits = np.array([0.0, 3.0, 2.5, 2.0, 2.9, 2.8])
     odds = np.exp(logits) / np.exp(logits).sum()
     np.testing.assert_allclose(weights, [3 * odds[[1, 0]]], rtol=1e-5)

@@ -83,6 +83,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="heads=N,tokens=N",
         help="devices over heads and over the sequence (1 and 1)",
     )
+    add(
+        "--random-weights",
+        action="store_true",
+        help="random numbers in place of the weights, to measure speed",
+    )
     add("--top", type=positive, default=5, metavar="N", help="next tokens shown (5)")
     add("--repeats", type=positive, default=1, metavar="N", help="timed runs (1)")
     return parser.parse_args(arguments)
@@ -95,6 +100,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         dtype=jnp.dtype(options.dtype),
         precision="fp8" if options.precision == "fp8" else None,
         mesh=mesh,
+        random=options.random_weights,
         progress=lambda parameters: track(
             parameters,
             "weights",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from zyfa_jax import parallel
 from zyfa_jax.flax.cache import KeyValueCache
 from zyfa_jax.flax.nnx import GroupedQueryAttention, MultiHeadLatentAttention
 
@@ -24,11 +26,13 @@ Caches = tuple[KeyValueCache, ...]
 
 
 def make_attention(
-    config: Config, layer: int, **options: Any
+    config: Config, layer: int, *, mesh: Mesh | None, **options: Any
 ) -> GroupedQueryAttention | MultiHeadLatentAttention:
     """The attention of one layer, from zyfa_jax's modules for Flax."""
     heads, rope = config.attention, config.rope
     options |= {"rope_theta": rope.theta, "rope_scaling": rope.scaling}
+    if mesh is not None and sharding.devices_over_tokens(mesh) > 1:
+        options["attention"] = functools.partial(sharding.spread_attention, mesh=mesh)
     if isinstance(heads, GroupedHeads):
         window = heads.windows[layer]
         return GroupedQueryAttention(
@@ -74,7 +78,7 @@ class Layer(nnx.Module):
         )
         self.attention_norm = norm()
         self.attention = make_attention(
-            config, layer, precision=precision, rngs=rngs, **dtypes
+            config, layer, mesh=mesh, precision=precision, rngs=rngs, **dtypes
         )
         self.mlp_norm = norm()
         if config.experts is not None and config.has_experts(layer):
@@ -85,13 +89,16 @@ class Layer(nnx.Module):
             self.mlp = GatedMLP(config.width, config.mlp_width, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "b t w"], cache: KeyValueCache | None
+        self,
+        x: Float[Array, "b t w"],
+        positions: Int[Array, "t"] | None,
+        cache: KeyValueCache | None,
     ) -> tuple[Float[Array, "b t w"], KeyValueCache | None]:
         y = self.attention_norm(x)
         if cache is None:
-            y = self.attention(y)
+            y = self.attention(y, positions=positions)
         else:
-            y, cache = self.attention(y, cache=cache)
+            y, cache = self.attention(y, positions=positions, cache=cache)
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), cache
 
@@ -148,15 +155,24 @@ class Decoder(nnx.Module):
           tokens: the tokens, or the next of them after those in the caches.
           caches: one for each layer, from `init_caches`; None for whole sequences.
         """
-        x = sharding.constrain(self.embed(tokens), self.mesh)
+        devices, positions = sharding.devices_over_tokens(self.mesh), None
+        in_zigzag = devices > 1 and caches is None
+        if in_zigzag:
+            tokens = parallel.zigzag(tokens, devices)
+            positions = jnp.asarray(parallel.positions(tokens.shape[1], devices))
+        constrain = functools.partial(sharding.constrain, mesh=self.mesh)
+        x = constrain(self.embed(tokens))
         after = []
         for layer, cache in zip(
             self.layers, caches or [None] * len(self.layers), strict=True
         ):
-            x, cache = layer(x, cache)
-            x = sharding.constrain(x, self.mesh)
-            after.append(cache)
-        return self.norm(x), None if caches is None else tuple(after)
+            x, cache = layer(x, positions, cache)
+            x = constrain(x)
+            after.append(jax.tree.map(constrain, cache))
+        x = self.norm(x)
+        if in_zigzag:
+            x = constrain(parallel.unzigzag(x, devices))
+        return x, None if caches is None else tuple(after)
 
     def logits(self, x: Float[Array, "*n w"]) -> Float[Array, "*n v"]:
         if self.config.tied:
@@ -172,7 +188,8 @@ class Decoder(nnx.Module):
             shape = heads.kv_heads, heads.head_dim, heads.head_dim
         else:
             shape = 1, heads.qk_rope_head_dim, heads.kv_lora_rank
-        return tuple(
+        caches = tuple(
             KeyValueCache.empty((batch,), capacity, *shape, dtype=self.dtype)
             for _ in range(self.config.layers)
         )
+        return jax.tree.map(lambda x: sharding.constrain(x, self.mesh), caches)

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from .decoder import Caches, Decoder
+from .sharding import devices_over_tokens
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -46,8 +47,9 @@ def prefill(
             f"prefill takes a token or more and chunks of one or more, not {length} "
             f"tokens in chunks of {chunk}"
         )
-    if model.mesh is not None:  # every device gets as many tokens
-        size += -size % model.mesh.shape["tokens"]
+    # Every device gets an early and a late piece of one length.
+    devices = devices_over_tokens(model.mesh)
+    size += -size % (2 * devices if devices > 1 else 1)
     graph, state = nnx.split(model)
     starts = range(0, length, size)
     # The last chunk is filled up with tokens that come after all real ones.
@@ -77,7 +79,7 @@ def step(
     """One chunk: the logits after token `keep` of it, or after each, and the caches."""
     model = nnx.merge(graph, state)
     x, caches = model.hidden(tokens, caches)
-    return model.logits(x if keep is None else x[:, keep]), caches
+    return model.logits(x if keep is None else jnp.take(x, keep, axis=1)), caches
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))

@@ -7,17 +7,17 @@ Megatron-LM, arXiv:1909.08053). Over "tokens" they share the sequence.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zyfa_jax import parallel
+
 from .errors import InputError
 
 AXES = ("heads", "tokens")
-
-T = TypeVar("T")
 
 # By the last parts of a parameter's path; what is not here is on all devices.
 _PARAMETERS = {
@@ -74,9 +74,45 @@ def of_parameter(
 
 
 def constrain(x: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """x (batch, tokens, channels) with its tokens spread over the axis "tokens"."""
-    if mesh is None:
+    """x (batch, tokens, ...) with its tokens spread, and its heads if it has them.
+
+    Anything else stays as it is.
+    """
+    if mesh is None or x.ndim < 3:
         return x
-    return jax.lax.with_sharding_constraint(
-        x, NamedSharding(mesh, P(None, "tokens", None))
+    spec = P(None, "tokens")
+    if x.ndim == 4 and x.shape[2] % mesh.shape["heads"] == 0:
+        spec = P(None, "tokens", "heads")
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def devices_over_tokens(mesh: Mesh | None) -> int:
+    return 1 if mesh is None else mesh.shape["tokens"]
+
+
+def spread_attention(q: Any, k: Any, v: Any, *, mesh: Mesh, **options: Any) -> Any:
+    """`zyfa_jax.attention` with tokens and heads spread over the mesh.
+
+    Whole sequences are in zig-zag order, so that every device has as much to compute.
+    The keys of a cache, which has `kv_lengths`, are in their own: all of a chunk's
+    queries see about as many of them.
+
+    Raises:
+      InputError: unless the devices get as many key/value heads each.
+    """
+    if k.shape[2] % mesh.shape["heads"]:
+        raise InputError(
+            f"a mesh of tokens={mesh.shape['tokens']} takes heads=N that divide the "
+            f"model's {k.shape[2]} key/value heads, not heads={mesh.shape['heads']}"
+        )
+    order = "contiguous" if "kv_lengths" in options else "zigzag"
+    return parallel.attention(
+        q,
+        k,
+        v,
+        mesh=mesh,
+        axis_name="tokens",
+        head_axes="heads",
+        order=order,
+        **options,
     )

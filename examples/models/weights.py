@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,7 @@ def _mlp(config: Config, layer: int) -> dict[str, Source]:
     kinds = ("gate", "up", "down")
     if config.experts is None or not config.has_experts(layer):
         return {f"mlp/{kind}/kernel": Source(f"mlp.{kind}_proj", 1) for kind in kinds}
-    found = {"mlp/router/kernel": Source("mlp.gate", 1)}
+    found = {"mlp/router": Source("mlp.gate", 1)}
     for kind in kinds:
         found[f"mlp/{kind}"] = Source(
             f"mlp.experts.{{}}.{kind}_proj", 1, experts=config.experts.count
@@ -141,6 +142,7 @@ def load(
     dtype: Any = jnp.bfloat16,
     precision: Any = None,
     mesh: Mesh | None = None,
+    random: bool = False,
     progress: Callable[[list[Any]], Iterable[Any]] = iter,
 ) -> Decoder:
     """The model in a folder, each parameter where it lies on the mesh.
@@ -150,6 +152,8 @@ def load(
       dtype: bfloat16 or float32, of parameters and computation.
       precision: None, or "fp8" for attention in FP8.
       mesh: as in `Decoder`.
+      random: whether to take random numbers in place of weights, of which there need
+        be none: to measure speed.
       progress: takes the list of parameters and gives them one by one.
 
     Raises:
@@ -162,16 +166,31 @@ def load(
         )
     )
     graph, state = nnx.split(model)
-    where = sources(config)
-    with Tensors(folder) as tensors:
-        _check_names(folder, tensors.names, where.values(), config)
+
+    def fill(value: Callable[[str, tuple[int, ...], Any], Any]) -> Decoder:
         values = {}
         for path, variable in progress(list(nnx.to_flat_state(state))):
             name = "/".join(map(str, path))
-            array = where[name].read(tensors, variable.shape).astype(variable.dtype)
-            place = sharding.of_parameter(name, array.shape, mesh)
+            place = sharding.of_parameter(name, variable.shape, mesh)
+            array = value(name, variable.shape, variable.dtype)
             values[path] = variable.replace(jax.device_put(array, place))
-    return nnx.merge(graph, nnx.from_flat_state(values))
+        return nnx.merge(graph, nnx.from_flat_state(values))
+
+    if random:
+        return fill(_random_value)
+    where = sources(config)
+    with Tensors(folder) as tensors:
+        _check_names(folder, tensors.names, where.values(), config)
+        return fill(
+            lambda name, shape, dtype: where[name].read(tensors, shape).astype(dtype)
+        )
+
+
+def _random_value(name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    if name.endswith("/scale"):
+        return jnp.ones(shape, dtype)
+    key = jax.random.key(zlib.crc32(name.encode()))
+    return jnp.asarray(0.02, dtype) * jax.random.normal(key, shape, dtype)
 
 
 def _check_names(

@@ -119,8 +119,7 @@ def attend(
         lengths = jnp.broadcast_to(lengths, batch).reshape(-1)
         options |= {"q_lengths": lengths, "kv_lengths": lengths}
     if kv_length is not None:
-        offset = kv_length - np.int32(q.shape[-3])
-        options |= {"q_offset": offset, "kv_lengths": kv_length}
+        options |= {"kv_lengths": kv_length}
     if precision == "fp8":
         q, k, v = operands
         if kv_length is not None:

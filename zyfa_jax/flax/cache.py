@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 if TYPE_CHECKING:
     from flax.typing import Dtype
@@ -57,8 +56,8 @@ class KeyValueCache:
     ) -> KeyValueCache:
         """With the next tokens' keys and values, in the cache's dtype.
 
-        There must be room for them: past the capacity the last tokens would be
-        overwritten, which a traced length cannot tell.
+        There must be room for them, which a traced length cannot tell: tokens past the
+        capacity are dropped.
 
         Raises:
           ValueError: for keys or values that never fit.
@@ -75,7 +74,17 @@ class KeyValueCache:
                     f"a cache whose {name} have shape {old.shape} takes up to "
                     f"{capacity} tokens of that shape, not {name} of {new.shape}"
                 )
-            new = new.astype(old.dtype)
-            parts.append(lax.dynamic_update_slice_in_dim(old, new, self.length, -3))
+            # A scatter, unlike a dynamic update of a slice, is split by the compiler
+            # where the cache's tokens are sharded.
+            at = self.length + jnp.arange(tokens, dtype=jnp.int32)
+            place = old.at[..., at, :, :]
+            parts.append(
+                place.set(
+                    new.astype(old.dtype),
+                    mode="drop",
+                    indices_are_sorted=True,
+                    unique_indices=True,
+                )
+            )
         length = self.length + np.int32(keys.shape[-3])
         return KeyValueCache(parts[0], parts[1], length)
