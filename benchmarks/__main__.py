@@ -10,7 +10,7 @@ BENCHMARKS = ("accuracy", "cpu", "cuda", "gfx950", "rocm")
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="NAME")
+    commands = parser.add_subparsers(required=True)
     for name in BENCHMARKS:
         module = importlib.import_module(f".{name}", __package__)
         summary = (module.__doc__ or "").partition("\n")[0]

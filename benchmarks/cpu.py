@@ -32,6 +32,9 @@ from .shapes import MISTRAL_7B
 Q_HEADS, KV_HEADS = MISTRAL_7B.share(4).heads
 HEAD_DIM, _ = MISTRAL_7B.head_dims
 
+PEERS = {"torch": "torch"}
+"""Peers that may not be installed -> their modules."""
+
 # (implementation, baseline, the least ratio of their speeds).
 BARS = (
     ("zyfa bfloat16", "jax.nn bfloat16", 20.0),
@@ -61,9 +64,12 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     machine = _machine(cores)
     console.print(machine)
+    missing = report.missing(PEERS, console)
     results: dict[int, dict[str, float]] = {}
     for tokens in lengths:
-        calls = _zyfa_and_jax_calls(tokens) | _torch_calls(tokens, cores)
+        calls = _zyfa_and_jax_calls(tokens)
+        if "torch" not in missing:
+            calls |= _torch_calls(tokens, cores)
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task(f"{tokens} tokens", total=repeats + 1)
             seconds = interleaved_medians(
@@ -76,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
         args,
         jax.devices()[0],
         cpu=machine,
+        missing=missing,
         results=[
             {
                 "tokens": tokens,
@@ -155,10 +162,7 @@ def _zyfa_and_jax_calls(tokens: int) -> dict[str, Callable[[], object]]:
 
 
 def _torch_calls(tokens: int, cores: int) -> dict[str, Callable[[], object]]:
-    try:
-        torch: Any = importlib.import_module("torch")
-    except ImportError:
-        return {}
+    torch: Any = importlib.import_module("torch")
     torch.set_num_threads(cores)
     f32 = [torch.from_numpy(x).transpose(1, 2).contiguous() for x in _inputs(tokens)]
 

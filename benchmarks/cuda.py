@@ -33,7 +33,7 @@ from rich.table import Table
 import zyfa_jax
 from zyfa_jax import _check, reference
 
-from . import families, plot, report, rocm
+from . import families, plot, quantize, report, rocm
 from .rocm import Case, Given
 from .shapes import DEEPSEEK_V2_LITE, MISTRAL_7B, QWEN3_8B, Model
 
@@ -187,6 +187,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     report.add_arguments(parser)
     parser.add_argument(
+        "--quantize",
+        action="store_true",
+        help="in place of attention: quantize beside plain JAX and the memory's speed",
+    )
+    parser.add_argument(
         "--quick",
         action="store_true",
         help="256 tokens of two heads, one repeat: only shows it runs, anywhere",
@@ -212,6 +217,8 @@ def run(args: argparse.Namespace) -> int:
     [backend] = (x for x in zyfa_jax.backends() if x.platform == platform)
     console.print(f"zyfa_jax {zyfa_jax.__version__}: {backend.detail}", highlight=False)
 
+    if args.quantize:
+        return _run_quantize(args, device, environment, timer, console)
     results = []
     for model, inputs in _kinds(args):
         measured = _measure_kind(model, inputs, args, timer, console)
@@ -239,6 +246,35 @@ def run(args: argparse.Namespace) -> int:
     if args.picture is not None:
         plot.save(args.picture, device.device_kind, _panels(results))
     return 1 if any(x.implementation.ours and x.trouble for x in results) else 0
+
+
+def _run_quantize(
+    args: argparse.Namespace,
+    device: Any,
+    environment: dict[str, Any],
+    timer: Timer,
+    console: Console,
+) -> int:
+    cases, repeats, copied = quantize.CASES, args.repeats, 1 << 30
+    if args.quick:
+        cases, repeats, copied = (quantize.Case(256, 2, 128),), 1, 1 << 16
+    copy = quantize.copy_gb_per_second(_wall_seconds, copied)
+    results = []
+    for case in cases:
+        for name, options in quantize.OPTIONS.items():
+            calls = quantize.prepare(case, options)
+            seconds = interleaved_medians(calls, repeats, timer, lambda: None)
+            results.append(quantize.Result(case, name, **seconds))
+    console.print(quantize.table(results, copy))
+    report.write(
+        "cuda --quantize",
+        args,
+        device,
+        **environment,
+        copy_gb_per_second=copy,
+        results=[result.as_json() for result in results],
+    )
+    return 0
 
 
 def _kinds(args: argparse.Namespace) -> Iterator[tuple[Model, str]]:

@@ -1,8 +1,8 @@
 """Pictures of results, drawn by matplotlib: PNG, SVG or PDF by the file's suffix.
 
-A picture is made of panels: `Lines` over a length, `Groups` of bars, `Stacks` of parts.
-Neighbours of one kind and unit share a scale in each row, a legend, and what a name
-looks like. The same results give the same file.
+A picture is made of panels: `Lines` over a length, `Curves` over any number, `Groups`
+of bars, `Stacks` of parts. Neighbours of one kind and unit share a scale in each row, a
+legend, and what a name looks like. The same results give the same file.
 
     plot.check(path)  # before anything is measured
     ours = plot.Line("zyfa_jax", [(2048, 610.0), (4096, 790.0)])
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import SubFigure
+    from numpy.typing import ArrayLike
 
 # Okabe and Ito's colours, which colour-blind readers tell apart. A name's place in its
 # legend decides its colour: what the package itself does goes first.
@@ -137,6 +138,38 @@ class Lines:
 
 
 @dataclasses.dataclass(frozen=True)
+class Curves:
+    """A panel of functions, close points joined.
+
+    Attributes:
+      title: above it.
+      unit: of the values.
+      over: what they are a function of.
+      curves: name -> (x, y).
+      log: a logarithmic scale of the values.
+    """
+
+    title: str
+    unit: str
+    over: str
+    curves: Mapping[str, tuple[ArrayLike, ArrayLike]]
+    log: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.curves)
+
+    def draw(self, axes: Axes, looks: Mapping[str, Look]) -> None:
+        for name, (x, y) in self.curves.items():
+            axes.plot(x, y, color=looks[name].colour, linewidth=1.5, label=name)
+        if self.log:
+            axes.set_yscale("log")
+        axes.set_xlabel(self.over)
+        axes.margins(x=0)
+        axes.grid()
+
+
+@dataclasses.dataclass(frozen=True)
 class Groups:
     """A panel of bars side by side: for each group, one for each method.
 
@@ -228,7 +261,7 @@ class Stacks:
         axes.tick_params(axis="y", length=0)
 
 
-Panel = Lines | Groups | Stacks
+Panel = Lines | Curves | Groups | Stacks
 
 
 def check(path: Path) -> None:

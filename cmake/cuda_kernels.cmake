@@ -73,15 +73,23 @@ function(zyfa_link_cuda_kernels module)
   endif()
   file(GLOB headers CONFIGURE_DEPENDS
        "${CMAKE_SOURCE_DIR}/csrc/cuda/*.h" "${CMAKE_SOURCE_DIR}/csrc/cuda/sm90/*.h"
+       "${CMAKE_SOURCE_DIR}/csrc/gpu/quantize_args.h"
        "${CMAKE_SOURCE_DIR}/csrc/numerics/*.h")
-  set(source "${CMAKE_SOURCE_DIR}/csrc/cuda/sm90/attention.cu")
+  # One translation unit, since a cubin is of one.
+  file(GLOB kernels CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/cuda/sm90/*.cu")
+  set(includes)
+  foreach(kernel IN LISTS kernels)
+    string(APPEND includes "#include \"${kernel}\"\n")
+  endforeach()
+  set(unit "${CMAKE_BINARY_DIR}/sm_90.cu")
+  file(CONFIGURE OUTPUT "${unit}" CONTENT "${includes}" @ONLY)
   set(cubin "${CMAKE_BINARY_DIR}/sm_90.cubin")
   add_custom_command(
     OUTPUT "${cubin}"
     COMMAND "${zyfa_nvcc}" -std=c++17 -O3 --expt-relaxed-constexpr -cubin
             -gencode=arch=compute_90a,code=sm_90a -ccbin "${CMAKE_CXX_COMPILER}"
-            "-I${CMAKE_SOURCE_DIR}" "${source}" -o "${cubin}"
-    DEPENDS "${source}" ${headers}
+            "-I${CMAKE_SOURCE_DIR}" "${unit}" -o "${cubin}"
+    DEPENDS "${unit}" ${kernels} ${headers}
     COMMENT "Compiling the kernels for sm_90"
     VERBATIM)
   set(embedded "${CMAKE_BINARY_DIR}/cuda_code_objects.cc")

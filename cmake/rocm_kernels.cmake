@@ -56,6 +56,7 @@ endif()
 function(zyfa_add_code_object arch output)
   file(GLOB kernels CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/rocm/${arch}/*.hip")
   file(GLOB headers CONFIGURE_DEPENDS
+       "${CMAKE_SOURCE_DIR}/csrc/gpu/quantize_args.h"
        "${CMAKE_SOURCE_DIR}/csrc/rocm/*.h" "${CMAKE_SOURCE_DIR}/csrc/rocm/${arch}/*.h"
        "${CMAKE_SOURCE_DIR}/csrc/numerics/*.h")
   set(unit "${CMAKE_BINARY_DIR}/${arch}/kernels")

@@ -48,6 +48,12 @@ def test_backends_are_the_three_platforms():
             backend.kernel = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def test_quantize_kernels_are_named():
+    for backend in zyfa_jax.backends():
+        named = "quantize: kernel for head dims that" in backend.detail
+        assert named == (backend.kernel and backend.platform != "cpu")
+
+
 def test_presence_is_what_jax_says():
     for backend in zyfa_jax.backends():
         present = any(x.platform == backend.platform for x in jax.devices())

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import zyfa_jax
-from benchmarks import cuda
+from benchmarks import cuda, quantize
 from benchmarks.__main__ import main
 
 QUICK = ["cuda", "--quick"]
@@ -55,6 +55,21 @@ def test_peers_that_are_missing_are_named(alone, capsys):
     for name in PEERS:
         if name != "XLA BF16":
             assert f"{name}, 256 tokens: not here: " in printed
+
+
+def test_quantize_is_reported(tmp_path, capsys):
+    file = tmp_path / "report.json"
+    assert main([*QUICK, "--quantize", "--json", str(file)]) == 0
+    assert "block, rotated" in capsys.readouterr().out
+    report = json.loads(file.read_text())
+    assert report["copy_gb_per_second"] > 0
+    results = {x["options"]: x for x in report["results"]}
+    assert set(results) == set(quantize.OPTIONS)
+    for name, passes in (("head", 5), ("block", 3)):
+        x = results[name]
+        moved = passes * 256 * 2 * 128
+        assert x["gb_per_second"] == pytest.approx(moved / x["kernel"] / 1e9)
+        assert x["plain"] > 0
 
 
 def test_without_a_gpu_it_says_so(capsys):

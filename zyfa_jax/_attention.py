@@ -95,7 +95,7 @@ def attention(
     value head dim may differ; a log-sum-exp is float32 of shape (B, H, T).
 
     FP8 inputs take FP8 probabilities made without an exponential (docs/numerics.md);
-    they resolve logits up to 2**20 in magnitude.
+    they resolve logits up to `2**20` in magnitude.
 
     Args:
       q: queries, (B, T, H, D) or (T, H, D); bfloat16, float16, float32,

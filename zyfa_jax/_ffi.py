@@ -20,7 +20,7 @@ QUANTIZE_TARGET = "zyfa_quantize"
 # whose kernel it takes.
 _TARGETS = {
     TARGET: {(name, name): TARGET for name in _spec.KERNELS},
-    QUANTIZE_TARGET: {("rocm", "rocm"): QUANTIZE_TARGET},
+    QUANTIZE_TARGET: {(name, name): QUANTIZE_TARGET for name in ("rocm", "cuda")},
 }
 logger = logging.getLogger("zyfa_jax")
 
@@ -52,7 +52,8 @@ class Backend:
       kernel: whether a kernel for it was built and loaded.
       targets: instruction sets or architectures of the kernel, best first.
       present: whether JAX has a device of it in this process.
-      detail: the path that calls take, and the remedy where no kernel is built.
+      detail: the path that calls of `attention` take, and whether `quantize` has a
+        kernel; the remedy where none is built.
     """
 
     platform: str
@@ -175,7 +176,10 @@ def detail(platform: str) -> str:
         return f"no kernel: {_REMEDY[platform]}"
     if has_kernel(platform):
         limits = _spec.KERNELS[platform]
-        return f"kernel ({built[0]}) for {limits}; the blockwise path for others"
+        text = f"kernel ({built[0]}) for {limits}; the blockwise path for others"
+        if target(platform, platform, QUANTIZE_TARGET):
+            text += f"; quantize: kernel for {_spec.KernelLimits().dims_text()}"
+        return text
     return (
         f"kernel ({built[0]}), but the devices here are "
         f"{', '.join(_archs(platform))}: {_OTHER_ARCHS[platform]}; calls take the "

@@ -154,7 +154,7 @@ def _lower(
 
 
 mlir.register_lowering(quantize_p, functools.partial(_lower, platform=None))
-for _platform in ("cpu", "rocm"):
+for _platform in ("cpu", "rocm", "cuda"):
     mlir.register_lowering(
         quantize_p, functools.partial(_lower, platform=_platform), _platform
     )
@@ -291,7 +291,7 @@ def _custom_call(
 
 
 def _takes(shape: tuple[Any, ...]) -> bool:
-    """The limits of csrc/ffi/rocm_quantize_handler.cc; unknown sizes are taken."""
+    """The limits of csrc/ffi/quantize_call.cc; unknown sizes are taken."""
     batch, tokens, heads, dim = shape
     if not isinstance(dim, int) or dim % 8 or not 8 <= dim <= 256:
         return False
@@ -328,7 +328,7 @@ def _by_kernel(
 def _tiles(
     step: str, x: Array, *operands: Array, target: str, rotate: bool
 ) -> Sequence[Array]:
-    """One launch: see csrc/ffi/rocm_quantize_handler.h."""
+    """One launch: see csrc/ffi/quantize_handlers.h."""
     batch, tokens, heads, _ = x.shape
     values = jax.ShapeDtypeStruct(x.shape, FP8)
     found = jax.ShapeDtypeStruct((batch, heads, -(-tokens // TILE)), jnp.float32)

@@ -5,15 +5,14 @@
 #include <limits>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "csrc/cuda/attention_args.h"
 #include "csrc/cuda/launch_plan.h"
 #include "csrc/ffi/attention_params.h"
+#include "csrc/ffi/cuda_launcher.h"
 #include "csrc/ffi/decode.h"
 #include "csrc/ffi/gpu_launch.h"
 #include "csrc/ffi/gpu_limits.h"
-#include "csrc/gpu/code_object.h"
 #include "csrc/gpu/cuda_driver.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -26,40 +25,6 @@ using cuda::LaunchPlan;
 using cuda::TensorMap;
 
 constexpr char kName[] = "zyfa_attention";
-
-gpu::Launch ToLaunch(const cuda::KernelLaunch& kernel, const void* args,
-                     size_t args_size) {
-  return {kernel.symbol, kernel.grid, kernel.block,
-          args,          args_size,   kernel.shared_bytes};
-}
-
-// Every kernel: CUDA may load a kernel's code when it is first asked for, which
-// a stream that is being captured may not allow.
-std::vector<gpu::Launch> Kernels() {
-  std::vector<gpu::Launch> kernels;
-  for (const auto type :
-       {cuda::InType::kE4m3, cuda::InType::kBF16, cuda::InType::kF16}) {
-    for (const int64_t head_dim : {128, 192}) {
-      const LaunchPlan plan =
-          cuda::PlanAttention({type, 1, 1, 1, 1, 1, 1, head_dim}, 1);
-      kernels.push_back(ToLaunch(plan.attention, nullptr, 0));
-      if (plan.prepare.symbol != nullptr) {
-        kernels.push_back(ToLaunch(plan.prepare, nullptr, 0));
-      }
-    }
-  }
-  return kernels;
-}
-
-// Never freed, as the modules that it holds.
-gpu::Launcher& CudaLauncher() {
-  static auto* const launcher = new gpu::Launcher(
-      gpu::OpenCuda, cuda::kCodeObjects, cuda::kCodeObjectCount,
-      "The kernels are for Hopper GPUs (sm_90): call "
-      "attention(implementation='reference')",
-      Kernels());
-  return *launcher;
-}
 
 std::optional<cuda::InType> ToInType(DType dtype) {
   switch (dtype) {
@@ -149,10 +114,7 @@ const void* BaseOf(const cuda::TensorMapPlan& map, const AttentionArgs& args) {
 ffi::Error Start(int device, const cuda::KernelLaunch& kernel,
                  void** parameters, void* stream) {
   return ToFfiError(
-      kName, CudaLauncher().Run(device,
-                                {kernel.symbol, kernel.grid, kernel.block,
-                                 nullptr, 0, kernel.shared_bytes, parameters},
-                                stream));
+      kName, CudaLauncher().Run(device, ToLaunch(kernel, parameters), stream));
 }
 
 ffi::Error Run(int device, void* stream, const AttentionParams& params,

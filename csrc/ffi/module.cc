@@ -15,8 +15,8 @@
 #include "csrc/cpu/dispatch.h"
 #include "csrc/ffi/cpu_handler.h"
 #include "csrc/ffi/cuda_handler.h"
+#include "csrc/ffi/quantize_handlers.h"
 #include "csrc/ffi/rocm_handler.h"
-#include "csrc/ffi/rocm_quantize_handler.h"
 #include "csrc/gpu/code_object.h"
 #include "csrc/numerics/online_softmax.h"
 
@@ -66,8 +66,12 @@ nb::dict QuantizeRegistrations() {
   nb::dict rocm;
   rocm["initialize"] = Handler(RocmQuantizeInitialize);
   rocm["execute"] = Handler(RocmQuantize);
+  nb::dict cuda;
+  cuda["initialize"] = Handler(CudaQuantizeInitialize);
+  cuda["execute"] = Handler(CudaQuantize);
   nb::dict handlers;
   handlers["ROCM"] = rocm;
+  handlers["CUDA"] = cuda;
   return handlers;
 }
 
@@ -77,6 +81,7 @@ nb::dict HandlersOnHost() {
   rocm["zyfa_quantize"] = Handler(RocmQuantizeOnHost);
   nb::dict cuda;
   cuda["zyfa_attention"] = Handler(CudaAttentionOnHost);
+  cuda["zyfa_quantize"] = Handler(CudaQuantizeOnHost);
   nb::dict handlers;
   handlers["rocm"] = rocm;
   handlers["cuda"] = cuda;

@@ -183,3 +183,29 @@ def _bytes(address: int, size: int) -> np.ndarray:
     if size == 0:
         return np.zeros(0, np.uint8)
     return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+
+
+def quantize(launch: bridge.Launch) -> None:
+    """Runs a launch of a quantisation kernel, without a rotation."""
+    args: Any = launch.args
+    parts = args.head_dim // 8
+    rows = 32 if args.head_dim <= 128 else 16
+    assert launch.kernel.split("_")[3] == ("128" if rows == 32 else "256")
+    assert launch.block == (-(-rows * parts // 32) * 32, 1, 1)
+    assert launch.shared_bytes == 0
+    arrays = {name: buffer.array() for name, buffer in launch.buffers().items()}
+    x = arrays["x"].astype(np.float32)
+    if "mean" in arrays:
+        x = x - arrays["mean"][:, None]
+    starts = np.arange(0, args.tokens, bridge.QUANTIZE_TILE)
+    descale = arrays.get("given")
+    if descale is None:
+        largest = np.maximum.reduceat(np.abs(x).max(axis=3), starts, axis=1)
+        descale = arrays["found"]
+        descale[...] = largest.swapaxes(1, 2) * np.float32(1 / 448)
+        descale[descale == 0] = args.zero_descale
+    if "values" in arrays:
+        tile = np.arange(args.tokens) // bridge.QUANTIZE_TILE
+        per_token = descale[:, :, tile].swapaxes(1, 2)[..., None]
+        values = arrays["values"]
+        values[...] = np.clip(x / per_token, -448, 448).astype(values.dtype)

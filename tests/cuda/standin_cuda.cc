@@ -74,6 +74,7 @@ struct Parameters {
   uint8_t args[144];
   uint8_t maps[3][kTensorMapBytes];
 };
+constexpr size_t kQuantizeBytes = 64;
 
 // Bytes of an element; 0 for a type that the kernels do not take.
 int ElementBytes(int type) {
@@ -244,10 +245,13 @@ EXPORT int cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y,
   if (callback == nullptr) return kLaunchFailure;
   const std::vector<char>& code = function->module->code;
   // The driver knows from the code how many parameters a kernel takes.
+  const auto is = [function](const char* kernels) {
+    return function->name.rfind(kernels, 0) == 0;
+  };
   Parameters given = {};
-  std::memcpy(given.args, params[0], sizeof(given.args));
-  size_t size = sizeof(given.args);
-  if (function->name.rfind("zyfa_attention", 0) == 0) {
+  size_t size = is("zyfa_quantize") ? kQuantizeBytes : sizeof(given.args);
+  std::memcpy(given.args, params[0], size);
+  if (is("zyfa_attention")) {
     for (int i = 0; i < 3; ++i) {
       std::memcpy(given.maps[i], params[1 + i], kTensorMapBytes);
     }

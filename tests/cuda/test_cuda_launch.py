@@ -343,14 +343,16 @@ except (jax.errors.JaxRuntimeError, ValueError) as error:
 """
 
 PREAMBLE = """
-import contextlib, os, pathlib, sys
+import contextlib, itertools, os, pathlib, sys
 sys.path[:0] = {paths}
 os.environ["ZYFA_JAX_CUDA_LIBRARY"] = {library!r}
 import jax
 jax.config.update("jax_num_cpu_devices", 8)
 import bridge, cuda_bridge
-from _oracle import BF16, F16, FP8, assert_near_oracle, make
+import numpy as np
+from _oracle import BF16, F16, F32, FP8, assert_near_oracle, make
 from zyfa_jax import _ffi, attention
+from zyfa_jax._quantize import quantize_by
 def call(*inputs, **options):
     return attention(*inputs, implementation="cuda", return_lse=True, **options)
 stack = contextlib.ExitStack()
@@ -522,7 +524,14 @@ with contextlib.ExitStack() as broken:
                 inputs = make(dims=dims, dtype=dtype)
                 ones = {f"{x}_descale": 1.0 for x in "qkv"} if dtype == FP8 else {}
                 jax.block_until_ready(call(*inputs, **ones))
-print(len(launches))
+    quantized = set()
+    with cuda.running(lambda launch: quantized.add(launch.kernel)):
+        for dtype, dim, rotate in itertools.product(
+            (BF16, F16, F32), (64, 128, 192, 256), (False, True)
+        ):
+            x = np.zeros((1, 5, 1, dim), dtype)
+            jax.block_until_ready(quantize_by("cuda", x, rotate=rotate))
+print(len(launches), len(quantized))
 """
     program = program.replace("XLA_SIDE", repr(str(xla.path)))
-    assert in_a_process(cuda, program) == "12"
+    assert in_a_process(cuda, program) == "12 18"

@@ -36,7 +36,7 @@ QUANTIZE_TILE = 128
 
 
 class QuantizeArgs(ctypes.Structure):
-    """`zyfa::rocm::QuantizeArgs` of csrc/rocm/quantize_args.h."""
+    """`zyfa::gpu::QuantizeArgs` of csrc/gpu/quantize_args.h."""
 
     _fields_ = (
         *(

@@ -11,31 +11,24 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from _oracle import BF16, F16, F32
+from _quantized import (
+    EVERYTHING,
+    OPTIONS,
+    assert_same,
+    assert_same_beside_nan,
+    bits,
+    normal,
+)
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zyfa_jax import Quantized, _ffi, attention, quantize
+from zyfa_jax import _ffi, attention, quantize
 from zyfa_jax._quantize import quantize_by
 
 EXTENSION: Any = _ffi.load()
-BF16, F16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype("f4")
-OPTIONS: list[dict[str, Any]] = [
-    dict(zip(("granularity", "center", "rotate"), choice, strict=True))
-    for choice in itertools.product(
-        ("head", "tensor", "block"), (False, True), (False, True)
-    )
-]
-EVERYTHING = OPTIONS[-1]
-
 by_kernel = functools.partial(quantize_by, "rocm")
-
-
-def normal(*shape: int, dtype: np.dtype = BF16, seed: int = 0) -> np.ndarray:
-    """Heads and tokens of several sizes, off centre."""
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal(shape) * np.exp2(rng.integers(-4, 4, (*shape[:-1], 1)))
-    return (x + rng.standard_normal(shape[-1])).astype(dtype)
 
 
 def run(hip, x, **options):
@@ -43,71 +36,6 @@ def run(hip, x, **options):
     with hip.running(bridge.emulate) as launches:
         z = jax.block_until_ready(by_kernel(x, **options))
     return z, launches
-
-
-def bits(x):
-    x = np.asarray(x)
-    return x.view(np.dtype(f"u{x.dtype.itemsize}"))
-
-
-def array(x: Any) -> np.ndarray:
-    assert x is not None
-    return np.asarray(x)
-
-
-def hadamard(dim):
-    size = dim & -dim
-    index = np.arange(size)
-    signs = np.array([[(i & j).bit_count() for j in index] for i in index])
-    return np.kron(np.eye(dim // size), (-1.0) ** signs / np.sqrt(size))
-
-
-def per_token(z: Quantized) -> np.ndarray:
-    """The descale of each token, (..., S, H, 1)."""
-    descale = np.asarray(z.descale)
-    if not z.block:
-        return descale[..., None, :, None]
-    of_token = descale[..., np.arange(z.shape[-3]) // z.block]
-    return np.moveaxis(of_token, -1, -2)[..., None]
-
-
-def assert_same(z: Quantized, x: np.ndarray, **options: Any) -> None:
-    """Asserts that z is what jnp makes of x, to the bit but for the rotation's."""
-    expected = quantize(x, **options)
-    assert (z.shape, z.dtype) == (expected.shape, expected.dtype)
-    assert (z.block, z.rotated) == (expected.block, expected.rotated)
-    y = np.asarray(x, np.float32)
-    if z.center is not None:
-        center = np.asarray(z.center)
-        scale = np.abs(center[np.isfinite(center)]).max(initial=0)
-        np.testing.assert_allclose(
-            center, array(expected.center), rtol=1e-6, atol=1e-6 * scale
-        )
-        if not z.rotated:
-            # XLA may sum in another order in another program.
-            y = y - center[..., None, :, :]
-            options = {name: options[name] for name in options if name != "center"}
-            expected = quantize(y, **options)
-    if not z.rotated:
-        np.testing.assert_array_equal(bits(z.descale), bits(expected.descale))
-        # XLA divides by what many numbers share with an error in the last place.
-        exact = np.clip(y / per_token(z), -448, 448).astype(z.dtype)
-        np.testing.assert_array_equal(bits(z.values), bits(exact))
-        differ = bits(z.values) != bits(expected.values)
-        assert differ.mean() < 1e-4
-        return
-    np.testing.assert_allclose(z.descale, expected.descale, rtol=2e-6)
-    # In float64, and what float32 leaves open of it.
-    y = np.asarray(x, np.float64) @ hadamard(x.shape[-1])
-    if z.center is not None:
-        center = np.asarray(z.center, np.float64)
-        center = np.where(np.isfinite(center), center, y.mean(axis=-3))
-        y = y - center[..., None, :, :]
-    y /= per_token(z)
-    exponent = np.floor(np.log2(np.maximum(np.abs(y), 2.0**-6)))
-    half_step = np.exp2(exponent - 4)
-    error = np.abs(np.asarray(z.values, np.float64) - y)
-    assert (error <= half_step + 448 * 2.0**-20).all()
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -248,17 +176,7 @@ def test_nan_and_infinity(hip, dtype, options):
     x[0, 131, 0, 0] = np.inf
     x[0, 259, 1] = np.inf
     z, _ = run(hip, x, **options)
-    expected = quantize(x, **options)
-    np.testing.assert_allclose(z.descale, expected.descale, rtol=2e-6)
-    got, wanted = (np.asarray(y.values, np.float32) for y in (z, expected))
-    np.testing.assert_array_equal(np.isnan(got), np.isnan(wanted))
-    if options["rotate"]:
-        where = np.isinf(x.astype(np.float32)).any(-1)
-        np.testing.assert_array_equal(got[where], wanted[where])
-        close = np.isclose(got, wanted, rtol=0.13, atol=2.0**-8, equal_nan=True)
-        assert close.all()
-    else:
-        np.testing.assert_array_equal(got, wanted)
+    assert_same_beside_nan(z, x, **options)
 
 
 def test_nan_of_every_kind(hip):

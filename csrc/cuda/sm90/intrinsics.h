@@ -11,6 +11,35 @@
 
 namespace zyfa::sm90 {
 
+// ---- Global memory
+
+// How long the L2 cache is to keep what is loaded.
+ZYFA_DEVICE uint64_t KeepPolicy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+ZYFA_DEVICE uint64_t LastUsePolicy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// 16 bytes of what no kernel writes meanwhile; zeros, and no access, unless
+// `valid`. Loads start in the order in which they are written down.
+ZYFA_DEVICE uint4 LoadIf(bool valid, const void* from, uint64_t policy) {
+  uint4 x;
+  asm volatile(
+      "{\n.reg .pred valid;\n"
+      "setp.ne.s32 valid, %6, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@valid ld.global.nc.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;\n"
+      "}\n"
+      : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
+      : "l"(from), "l"(policy), "r"(static_cast<int>(valid)));
+  return x;
+}
+
 // ---- Addresses and barriers of shared memory, as 32-bit addresses
 
 ZYFA_DEVICE uint32_t SharedAddress(const void* pointer) {
@@ -293,6 +322,19 @@ ZYFA_DEVICE int Forget(int x) {
 }
 
 // 2^x; denormal results become 0.
+// NaN if either is.
+ZYFA_DEVICE float Maximum(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
+ZYFA_DEVICE float Minimum(float a, float b) {
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
 ZYFA_DEVICE float Exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -302,6 +344,16 @@ ZYFA_DEVICE float Log2(float x) {
   float y;
   asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+ZYFA_DEVICE void WidenHalves(uint32_t both, float& low, float& high) {
+  asm("{\n.reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.f32.f16 %0, low;\n"
+      "cvt.f32.f16 %1, high;\n"
+      "}\n"
+      : "=f"(low), "=f"(high)
+      : "r"(both));
 }
 
 // Two numbers rounded to half precision, negative ones to 0.

@@ -20,13 +20,14 @@
 #ifndef ZYFA_ROCM_GFX950_QUANTIZE_H_
 #define ZYFA_ROCM_GFX950_QUANTIZE_H_
 
+#include "csrc/gpu/quantize_args.h"
 #include "csrc/rocm/gfx950/intrinsics.h"
-#include "csrc/rocm/quantize_args.h"
+#include "csrc/rocm/quantize_plan.h"
 
 namespace zyfa::gfx950 {
 
-using rocm::kChunk;
-using rocm::QuantizeArgs;
+using gpu::kChunk;
+using gpu::QuantizeArgs;
 
 constexpr int kQuantizeWaves = rocm::kQuantizeThreads / 64;
 constexpr int kPairs = kChunk / 2;
@@ -209,12 +210,11 @@ class WaveTile {
     const uint32_t row = args.heads * args.head_dim;
     for (int i = 0; i < kSlots; ++i) {
       const uint32_t part = thread + i * rocm::kQuantizeThreads;
-      const uint32_t token =
-          (part * args.row_inverse) >> rocm::kRowInverseShift;
+      const uint32_t token = (part * args.row_inverse) >> gpu::kRowInverseShift;
       const uint32_t channel = (part - Product24(token, parts)) * kChunk;
       // A token beyond the tile stays within the range of an offset.
       const uint32_t within =
-          token < rocm::kQuantizeTokens ? token : rocm::kQuantizeTokens;
+          token < gpu::kQuantizeTokens ? token : gpu::kQuantizeTokens;
       element_[i] = Product24(within, row) + channel;
       channel_[i] =
           token < static_cast<uint32_t>(valid_tokens) ? channel : kNoChannel;
@@ -468,20 +468,20 @@ ZYFA_DEVICE float GroupMaximum(float of_wave, float* lds) {
 template <class Type, int kSlots, int kChunks, bool kRotates>
 ZYFA_DEVICE void Quantize(const QuantizeArgs& args) {
   __attribute__((shared)) static float lds[kQuantizeWaves];
-  const auto tiles = static_cast<uint32_t>(rocm::QuantizeTiles(args.tokens));
+  const auto tiles = static_cast<uint32_t>(gpu::QuantizeTiles(args.tokens));
   // Heads come first: what is loaded at one time lies together.
   const auto group = static_cast<uint32_t>(Group());
   const auto heads = static_cast<uint32_t>(args.heads);
   const uint32_t head_of_batch = group % heads;
   const uint32_t tile = group / heads % tiles;
   const uint32_t batch = group / heads / tiles;
-  const int first_token = static_cast<int>(tile) * rocm::kQuantizeTokens;
+  const int first_token = static_cast<int>(tile) * gpu::kQuantizeTokens;
   const int left = args.tokens - first_token;
   const int64_t head = int64_t{batch} * heads + head_of_batch;
   const int64_t token = int64_t{batch} * args.tokens + first_token;
   WaveTile<Type, kSlots, kChunks, kRotates> wave(
       args, (token * heads + head_of_batch) * args.head_dim,
-      left < rocm::kQuantizeTokens ? left : rocm::kQuantizeTokens, head);
+      left < gpu::kQuantizeTokens ? left : gpu::kQuantizeTokens, head);
 
   float guard = 1.0f;
   float largest;

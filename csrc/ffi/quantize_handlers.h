@@ -1,12 +1,12 @@
-#ifndef ZYFA_FFI_ROCM_QUANTIZE_HANDLER_H_
-#define ZYFA_FFI_ROCM_QUANTIZE_HANDLER_H_
+#ifndef ZYFA_FFI_QUANTIZE_HANDLERS_H_
+#define ZYFA_FFI_QUANTIZE_HANDLERS_H_
 
 #include "xla/ffi/api/c_api.h"
 
 namespace zyfa {
 
-// The stages of the FFI target "zyfa_quantize" on the platform "ROCM". Operands
-// and results are those that the attribute `step` takes:
+// The stages of the FFI target "zyfa_quantize" on the platforms "ROCM" and
+// "CUDA". Operands and results are those that the attribute `step` takes:
 //
 //   "find"   x, [mean]        -> found
 //   "round"  x, given, [mean] -> values
@@ -19,11 +19,14 @@ namespace zyfa {
 // in D. What "find" finds for a tile without any magnitude is 0, and "both" 1.
 XLA_FFI_Error* RocmQuantizeInitialize(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* RocmQuantize(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* CudaQuantizeInitialize(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* CudaQuantize(XLA_FFI_CallFrame* call_frame);
 
 // The same on the platform "cpu", for tests: buffers are the host's, the CPU
 // device's number is the GPU's, and the stream is the default one.
 XLA_FFI_Error* RocmQuantizeOnHost(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* CudaQuantizeOnHost(XLA_FFI_CallFrame* call_frame);
 
 }  // namespace zyfa
 
-#endif  // ZYFA_FFI_ROCM_QUANTIZE_HANDLER_H_
+#endif  // ZYFA_FFI_QUANTIZE_HANDLERS_H_

@@ -1,17 +1,17 @@
-// What a quantisation kernel for AMD GPUs is launched with: the one kernel
-// argument, passed by value, and the launch's geometry. Host and device alike.
+// What the quantisation kernels of every GPU are launched with: the one kernel
+// argument, passed by value, and what their names say. Host and device alike.
 
-#ifndef ZYFA_ROCM_QUANTIZE_ARGS_H_
-#define ZYFA_ROCM_QUANTIZE_ARGS_H_
+#ifndef ZYFA_GPU_QUANTIZE_ARGS_H_
+#define ZYFA_GPU_QUANTIZE_ARGS_H_
 
 #include <cstdint>
 
-namespace zyfa::rocm {
+namespace zyfa::gpu {
 
-constexpr int kQuantizeThreads = 512;  // of a workgroup
-constexpr int kQuantizeTokens = 128;   // of a workgroup: a tile of one head
+constexpr int kQuantizeTokens = 128;  // of a workgroup: a tile of one head
 constexpr int kMaxQuantizeDim = 256;
-constexpr int kChunk = 8;  // elements that a lane has in a row, at least
+constexpr int kChunk = 8;         // elements that a lane has in a row, at least
+constexpr int kRotatedLanes = 8;  // that hold a row of a matrix, at most
 
 // A kernel rounds x, less the mean and rotated, to FP8 by given descales; or
 // finds the descale of each tile; or both.
@@ -34,6 +34,20 @@ constexpr int64_t QuantizeTiles(int64_t tokens) {
   return (tokens + kQuantizeTokens - 1) / kQuantizeTokens;
 }
 
+// A row is cut into parts, each of one lane: of so many chunks, since few lanes
+// hold a row of a Hadamard matrix of that size.
+constexpr int PartChunks(int hadamard, bool rotates) {
+  return rotates && hadamard > kRotatedLanes * kChunk
+             ? hadamard / (kRotatedLanes * kChunk)
+             : 1;
+}
+
+// The kernel for a head dim is named by the largest that it takes.
+struct QuantizePlan {
+  int kernel_dim;
+  int threads;
+};
+
 // i / parts is i * RowInverse(parts) >> kRowInverseShift for i up to
 // kQuantizeTokens * kMaxQuantizeDim / kChunk, and parts up to
 // kMaxQuantizeDim / kChunk.
@@ -42,6 +56,6 @@ constexpr uint32_t RowInverse(uint32_t parts) {
   return ((1u << kRowInverseShift) + parts - 1) / parts;
 }
 
-}  // namespace zyfa::rocm
+}  // namespace zyfa::gpu
 
-#endif  // ZYFA_ROCM_QUANTIZE_ARGS_H_
+#endif  // ZYFA_GPU_QUANTIZE_ARGS_H_

@@ -1,0 +1,132 @@
+"""Speed of `quantize` on an NVIDIA GPU beside plain JAX, and of the memory itself.
+
+The kernels read their input once with a descale for each 128 tokens, else twice, and
+write FP8 once: these bytes count, and not those that take the mean. Inputs below the
+size of the L2 cache may come from there, as may a part of the second reading.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.table import Table
+
+from zyfa_jax import _quantize_primitive as primitive
+from zyfa_jax import quantize
+
+Call = Callable[[], Any]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "head": {},
+    "block": {"granularity": "block"},
+    "head, centred": {"center": True},
+    "head, rotated": {"rotate": True},
+    "block, rotated": {"granularity": "block", "rotate": True},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is quantized: bfloat16 (1, tokens, heads, dim)."""
+
+    tokens: int
+    heads: int
+    dim: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return 1, self.tokens, self.heads, self.dim
+
+    @property
+    def least_bytes(self) -> int:
+        """Of a single pass: every element read once and written once."""
+        return 3 * math.prod(self.shape)
+
+
+CASES = (
+    Case(4096, 8, 128),
+    Case(16384, 8, 128),
+    Case(16384, 32, 128),
+    Case(65536, 32, 128),
+    Case(16384, 16, 192),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Seconds of the kernels, of plain JAX, and of XLA's negation of as many bytes."""
+
+    case: Case
+    options: str
+    kernel: float
+    plain: float
+    negation: float
+
+    @property
+    def moved_bytes(self) -> int:
+        """What the kernels read and write of x and its values."""
+        once = "block" in self.options
+        return self.case.least_bytes * (3 if once else 5) // 3
+
+    @property
+    def gb_per_second(self) -> float:
+        return self.moved_bytes / self.kernel / 1e9
+
+    def as_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "gb_per_second": self.gb_per_second}
+
+
+def prepare(case: Case, options: dict[str, Any]) -> dict[str, Call]:
+    """The calls to time, on one input."""
+    x = jax.random.normal(jax.random.key(0), case.shape, jnp.bfloat16)
+    y = jnp.ones(case.least_bytes // 8)
+    kernel = jax.jit(lambda x: quantize(x, **options).detach())
+    plain = jax.jit(functools.partial(_plainly, **options))
+    negation = jax.jit(lambda y: -y)
+    return {
+        "kernel": lambda: kernel(x),
+        "plain": lambda: plain(x),
+        "negation": lambda: negation(y),
+    }
+
+
+def copy_gb_per_second(seconds: Callable[[Call, int], float], size: int) -> float:
+    """Of a copy on the device, bytes read and bytes written; `seconds` times calls."""
+    x = jnp.ones(size // 4)
+    copy = functools.partial(jnp.copy, x)
+    jax.block_until_ready(copy())
+    return 2 * size / min(seconds(copy, 20) for _ in range(3)) / 1e9
+
+
+def _plainly(
+    x: Any, *, granularity: str = "head", center: bool = False, rotate: bool = False
+) -> Any:
+    """What `quantize` is on platforms without a kernel."""
+    block = 128 if granularity == "block" else 0
+    rounding = primitive.Rounding(granularity, block, rotate)
+    mean = (primitive.mean_over_tokens(x).squeeze(1),) if center else ()
+    return primitive.define(x, *mean, rounding=rounding)
+
+
+def table(results: list[Result], copy: float) -> Table:
+    """`copy` is the memory's speed in GB/s."""
+    table = Table(title=f"quantize, bfloat16; a copy on the device: {copy:.0f} GB/s")
+    for name in ("tokens", "heads", "dim", "options"):
+        table.add_column(name)
+    columns = ("µs", "GB/s", "of the copy's", "negation µs", "plain JAX µs", "faster")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for x in results:
+        case = x.case
+        table.add_row(
+            *map(str, (case.tokens, case.heads, case.dim)), x.options,
+            f"{x.kernel * 1e6:.1f}", f"{x.gb_per_second:.0f}",
+            f"{x.gb_per_second / copy:.2f}", f"{x.negation * 1e6:.1f}",
+            f"{x.plain * 1e6:.1f}", f"{x.plain / x.kernel:.1f}",
+        )  # fmt: skip
+    return table

@@ -1,0 +1,111 @@
+"""What the tests of all quantisation kernels share: inputs, and jnp's result."""
+
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+from _oracle import BF16
+
+from zyfa_jax import Quantized, quantize
+
+OPTIONS: list[dict[str, Any]] = [
+    dict(zip(("granularity", "center", "rotate"), choice, strict=True))
+    for choice in itertools.product(
+        ("head", "tensor", "block"), (False, True), (False, True)
+    )
+]
+EVERYTHING = OPTIONS[-1]
+
+
+def normal(*shape: int, dtype: np.dtype = BF16, seed: int = 0) -> np.ndarray:
+    """Heads and tokens of several sizes, off centre."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-4, 4, (*shape[:-1], 1)))
+    return (x + rng.standard_normal(shape[-1])).astype(dtype)
+
+
+def bits(x):
+    x = np.asarray(x)
+    return x.view(np.dtype(f"u{x.dtype.itemsize}"))
+
+
+def array(x: Any) -> np.ndarray:
+    assert x is not None
+    return np.asarray(x)
+
+
+def hadamard(dim):
+    size = dim & -dim
+    index = np.arange(size)
+    signs = np.array([[(i & j).bit_count() for j in index] for i in index])
+    return np.kron(np.eye(dim // size), (-1.0) ** signs / np.sqrt(size))
+
+
+def per_token(z: Quantized) -> np.ndarray:
+    """The descale of each token, (..., S, H, 1)."""
+    descale = np.asarray(z.descale)
+    if not z.block:
+        return descale[..., None, :, None]
+    of_token = descale[..., np.arange(z.shape[-3]) // z.block]
+    return np.moveaxis(of_token, -1, -2)[..., None]
+
+
+def on_cpu(x: np.ndarray, **options: Any) -> Quantized:
+    """What jnp makes of x."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        return quantize(x, **options)
+
+
+def assert_same(z: Quantized, x: np.ndarray, **options: Any) -> None:
+    """Asserts that z is what jnp makes of x, to the bit but for the rotation's."""
+    expected = on_cpu(x, **options)
+    assert (z.shape, z.dtype) == (expected.shape, expected.dtype)
+    assert (z.block, z.rotated) == (expected.block, expected.rotated)
+    y = np.asarray(x, np.float32)
+    if z.center is not None:
+        center = np.asarray(z.center)
+        scale = np.abs(center[np.isfinite(center)]).max(initial=0)
+        np.testing.assert_allclose(
+            center, array(expected.center), rtol=1e-6, atol=1e-6 * scale
+        )
+        if not z.rotated:
+            # XLA may sum in another order in another program.
+            y = y - center[..., None, :, :]
+            options = {name: options[name] for name in options if name != "center"}
+            expected = on_cpu(y, **options)
+    if not z.rotated:
+        np.testing.assert_array_equal(bits(z.descale), bits(expected.descale))
+        # XLA divides by what many numbers share with an error in the last place.
+        exact = np.clip(y / per_token(z), -448, 448).astype(z.dtype)
+        np.testing.assert_array_equal(bits(z.values), bits(exact))
+        differ = bits(z.values) != bits(expected.values)
+        assert differ.mean() < 1e-4
+        return
+    np.testing.assert_allclose(z.descale, expected.descale, rtol=2e-6)
+    # In float64, and what float32 leaves open of it.
+    y = np.asarray(x, np.float64) @ hadamard(x.shape[-1])
+    if z.center is not None:
+        center = np.asarray(z.center, np.float64)
+        center = np.where(np.isfinite(center), center, y.mean(axis=-3))
+        y = y - center[..., None, :, :]
+    y /= per_token(z)
+    exponent = np.floor(np.log2(np.maximum(np.abs(y), 2.0**-6)))
+    half_step = np.exp2(exponent - 4)
+    error = np.abs(np.asarray(z.values, np.float64) - y)
+    assert (error <= half_step + 448 * 2.0**-20).all()
+
+
+def assert_same_beside_nan(z: Quantized, x: np.ndarray, **options: Any) -> None:
+    """The same where there are NaN and infinities, which may be rotated."""
+    expected = on_cpu(x, **options)
+    np.testing.assert_allclose(z.descale, expected.descale, rtol=2e-6)
+    got, wanted = (np.asarray(y.values, np.float32) for y in (z, expected))
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(wanted))
+    if options["rotate"]:
+        where = np.isinf(x.astype(np.float32)).any(-1)
+        np.testing.assert_array_equal(got[where], wanted[where])
+        close = np.isclose(got, wanted, rtol=0.13, atol=2.0**-8, equal_nan=True)
+        assert close.all()
+    else:
+        np.testing.assert_array_equal(got, wanted)

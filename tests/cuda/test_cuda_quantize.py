@@ -1,0 +1,237 @@
+"""`quantize` by the kernels for Hopper, on a stand-in for CUDA: launches, arguments.
+
+NumPy takes the kernels' place; what they compute is in test_hopper_quantize.py.
+"""
+
+import functools
+import io
+from typing import Any
+
+import cuda_bridge
+import jax
+import numpy as np
+import pytest
+from _oracle import BF16, F16, F32
+from _quantized import EVERYTHING, OPTIONS, assert_same, normal
+from elftools.elf.elffile import ELFFile
+from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zyfa_jax import _ffi, attention, quantize
+from zyfa_jax._quantize import quantize_by
+
+EXTENSION: Any = _ffi.load()
+ERRORS = (jax.errors.JaxRuntimeError, ValueError)
+NAMES = {BF16: "bf16", F16: "f16", F32: "f32"}
+
+by_kernel = functools.partial(quantize_by, "cuda")
+
+
+def run(cuda, x, **options):
+    """(the result, launches) of a call that the model runs."""
+    with cuda.running(cuda_bridge.quantize) as launches:
+        z = jax.block_until_ready(by_kernel(x, **options))
+    return z, launches
+
+
+def recorded(cuda, x, **options):
+    """The launches of a call that nothing runs."""
+    with cuda.running(lambda launch: None) as launches:
+        jax.block_until_ready(by_kernel(x, **options))
+    return launches
+
+
+@pytest.mark.parametrize("options", [x for x in OPTIONS if not x["rotate"]], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+def test_a_call_comes_back(cuda, dtype, options):
+    x = normal(2, 131, 3, 64, dtype=dtype)
+    z, launches = run(cuda, x, **options)
+    assert_same(z, x, **options)
+    steps = [set(launch.buffers()) - {"x", "mean"} for launch in launches]
+    once = options["granularity"] == "block"
+    assert steps == (
+        [{"values", "found"}] if once else [{"found"}, {"given", "values"}]
+    )
+    for launch in launches:
+        assert launch.kernel == f"zyfa_quantize_{NAMES[dtype]}_128"
+        assert launch.grid == (2 * 3 * 2, 1, 1)
+        assert launch.code == EXTENSION.cuda_code_object("sm_90")
+        assert ("mean" in launch.buffers()) == options["center"]
+
+
+@pytest.mark.parametrize("dim", [8, 24, 72, 128, 136, 160, 192, 248, 256])
+@pytest.mark.parametrize("tokens", [1, 127, 128, 129, 385])
+def test_head_dims_and_lengths(cuda, dim, tokens):
+    x = normal(tokens, 1, dim)
+    z, launches = run(cuda, x)
+    assert_same(z, x)
+    assert launches[0].grid == (-(-tokens // 128), 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("dim", "kernel", "threads", "hadamard", "parts"),
+    [
+        (8, "128_rotated", 32, 8, 1),
+        (64, "128_rotated", 256, 64, 8),
+        (96, "128_rotated", 384, 32, 12),
+        (128, "128_rotated_whole", 512, 128, 8),
+        (136, "256_rotated", 288, 8, 17),
+        (192, "256_rotated", 384, 64, 24),
+        (256, "256_rotated_whole", 512, 256, 8),
+    ],
+)
+def test_rotations(cuda, dim, kernel, threads, hadamard, parts):
+    for launch in recorded(cuda, normal(2, 1, dim), rotate=True):
+        args: Any = launch.args
+        assert launch.kernel == f"zyfa_quantize_bf16_{kernel}"
+        assert launch.block == (threads, 1, 1)
+        assert args.hadamard == hadamard
+        rows = np.arange(threads) * args.row_inverse >> 19
+        np.testing.assert_array_equal(rows, np.arange(threads) // parts)
+
+
+def test_the_first_launch_finds_zeros_and_one_alone_writes_ones(cuda):
+    x = normal(1, 3, 1, 64)
+    zeros = [y.args.zero_descale for y in recorded(cuda, x)]
+    [once] = recorded(cuda, x, granularity="block")
+    assert (zeros[0], once.args.zero_descale) == (0, 1)
+
+
+def test_zeros(cuda):
+    x = np.zeros((1, 131, 2, 128), BF16)
+    x[:, 128:, 1] = 3
+    for granularity in ("head", "tensor", "block"):
+        z, _ = run(cuda, x, granularity=granularity)
+        assert_same(z, x, granularity=granularity)
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 5, 2, 64), (2, 0, 2, 64), (2, 5, 0, 64)], ids=str
+)
+def test_nothing_to_do_launches_nothing(cuda, shape):
+    z, launches = run(cuda, np.zeros(shape, BF16))
+    assert not launches
+    assert z.shape == shape
+
+
+@pytest.mark.parametrize("dim", [4, 12, 264])
+def test_other_head_dims_take_jnp(cuda, dim):
+    x = normal(1, 5, 1, dim)
+    z, launches = run(cuda, x)
+    assert not launches
+    assert_same(z, x)
+
+
+def test_vmap(cuda):
+    x = normal(3, 2, 130, 1, 64)
+    with cuda.running(cuda_bridge.quantize) as launches:
+        z = jax.block_until_ready(jax.vmap(by_kernel, 2)(np.moveaxis(x, 0, 2)))
+    assert len(launches) == 2
+    for i in range(3):
+        assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], z), x[i])
+
+
+def test_sharded_inputs_stay_where_they_are(cuda):
+    mesh = jax.make_mesh(
+        (2, 2), ("x", "y"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2
+    )
+    x = normal(4, 256, 2, 64)
+    sharded = jax.device_put(x, NamedSharding(mesh, P("x", None, "y")))
+    call = jax.jit(lambda x: by_kernel(x).detach())
+    assert "all-gather" not in str(call.lower(sharded).compile().as_text())
+    with cuda.running(cuda_bridge.quantize) as launches:
+        z = jax.block_until_ready(call(sharded))
+    assert_same(z, x)
+    assert {launch.device for launch in launches} == {0, 1, 2, 3}
+
+
+def test_attention_takes_what_the_kernels_made(cuda):
+    q, k, v = (normal(1, 40, 2, 128, seed=i) for i in range(3))
+
+    def both(quantized, implementation):
+        z = quantized(q), quantized(k), quantized(v, granularity="tensor")
+        return attention(*z, implementation=implementation)
+
+    def model(launch):
+        family = launch.kernel.split("_")[1]
+        (cuda_bridge.quantize if family == "quantize" else cuda_bridge.model)(launch)
+
+    with cuda.running(model) as launches:
+        out = jax.block_until_ready(jax.jit(lambda: both(by_kernel, "cuda"))())
+    names = [launch.kernel.split("_")[1] for launch in launches]
+    assert sorted(names) == ["attention", "prepare", *["quantize"] * 6]
+    expected = np.asarray(both(quantize, None), np.float32)
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=0.15)
+
+
+@pytest.mark.parametrize("options", [OPTIONS[0], EVERYTHING], ids=str)
+def test_exports_for_cuda(options):
+    def leaves(x):
+        return jax.tree.leaves(quantize(x, **options))
+
+    (batch,) = export.symbolic_shape("b")
+    shape = jax.ShapeDtypeStruct((batch, 200, 2, 64), BF16)
+    check = export.DisabledSafetyCheck.custom_call(_ffi.QUANTIZE_TARGET)
+    exported = export.export(
+        jax.jit(leaves), platforms=["cpu", "cuda"], disabled_checks=[check]
+    )(shape)
+    assert "custom_call @zyfa_quantize" in exported.mlir_module()
+
+
+def test_failures_carry_cudas_words(cuda):
+    with (
+        cuda.failing("cuLaunchKernel", "out of memory"),
+        pytest.raises(
+            ERRORS,
+            match=r"(?s)RESOURCE_EXHAUSTED.*zyfa_quantize: cuLaunchKernel of "
+            r"zyfa_quantize_bf16_128: out of memory",
+        ),
+    ):
+        run(cuda, normal(1, 5, 1, 64))
+
+
+@pytest.mark.parametrize(
+    ("shape", "step", "message"),
+    [
+        ((1, 130, 2, 64), "neither", "step must be find, round or both, got neither"),
+        ((130, 2, 64), "find", r"x must be .*got \(130, 2, 64\)"),
+        ((1, 130, 2, 60), "find", "the CUDA kernels .* multiples of 8 .*got 60"),
+        ((0, 1, 2**17, 64), "find", "the CUDA kernels take up to .* 65535 heads"),
+        ((1, 130, 2, 64), "round", "wrong number of operands"),
+    ],
+)
+def test_the_handler_checks_what_it_is_given(cuda, shape, step, message):
+    target: Any = _ffi.target("cpu", "cuda", _ffi.QUANTIZE_TARGET)
+    call = jax.ffi.ffi_call(target, [jax.ShapeDtypeStruct((1, 2, 2), F32)])
+    with pytest.raises(
+        ERRORS, match=f"(?s)INVALID_ARGUMENT.*zyfa_quantize: .*{message}"
+    ):
+        jax.block_until_ready(
+            call(np.zeros(shape, BF16), step=step, rotate=np.bool_(False))
+        )
+
+
+def test_the_handler_may_be_captured_in_a_command_buffer(xla):
+    handlers = EXTENSION.quantize_registrations()["CUDA"]
+    assert set(handlers) == {"initialize", "execute"}
+    assert xla.traits(handlers["execute"]) == 1
+    assert xla.traits(EXTENSION.handlers_on_host()["cuda"]["zyfa_quantize"]) == 0
+
+
+def frame_bytes(code: bytes) -> dict[str, int]:
+    """Bytes of local memory that each kernel of a cubin has for spills and arrays."""
+    elf = ELFFile(io.BytesIO(code))
+    symbols: Any = elf.get_section_by_name(".symtab")
+    # Entries of ".nv.info": format, attribute, size; then symbol and value.
+    info = np.frombuffer(elf.get_section_by_name(".nv.info").data(), np.uint32)
+    frame_size = 4 | 0x11 << 8 | 8 << 16
+    starts = np.flatnonzero(info == frame_size)
+    return {symbols.get_symbol(info[i + 1]).name: int(info[i + 2]) for i in starts}
+
+
+def test_the_kernels_spill_nothing():
+    frames = frame_bytes(EXTENSION.cuda_code_object("sm_90"))
+    kernels = {x: n for x, n in frames.items() if x.startswith("zyfa_quantize_")}
+    assert len(kernels) == 18
+    assert not any(kernels.values()), kernels
