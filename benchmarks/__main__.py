@@ -5,7 +5,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-BENCHMARKS = ("accuracy", "cpu", "cuda", "gfx950", "rocm")
+BENCHMARKS = ("accuracy", "cpu", "cuda", "gfx950", "rocm", "scaling")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

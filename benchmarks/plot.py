@@ -89,7 +89,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Lines:
-    """A panel of lines over a length in tokens, one for each method.
+    """A panel of lines over a length in tokens, or a number, one for each method.
 
     Attributes:
       title: above it, such as "bfloat16 128/128, causal".
@@ -97,6 +97,7 @@ class Lines:
       lines: in the legend's order.
       level: a value to be compared with: a thin line across.
       from_zero: whether the scale starts there; ratios are seen better otherwise.
+      over: what the lines are over.
     """
 
     title: str
@@ -104,6 +105,7 @@ class Lines:
     lines: Sequence[Line]
     level: float | None = None
     from_zero: bool = True
+    over: str = "tokens"
 
     @property
     def names(self) -> list[str]:
@@ -133,7 +135,7 @@ class Lines:
         if lengths:  # matplotlib has no logarithms of nothing
             axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [_tokens(x) for x in lengths])
-        axes.set_xlabel("tokens")
+        axes.set_xlabel(self.over)
         axes.grid(axis="y")
 
 

@@ -493,6 +493,23 @@ def test_collectives(order, devices, dtype):
     assert gathered == {("all-gather", name): 2}
 
 
+@pytest.mark.parametrize("platform", ["cuda", "rocm"])
+@pytest.mark.parametrize("dtype", [BF16, FP8])
+def test_kernels_of_gpus_serve(platform, dtype):
+    """Every step is one call of the platform's kernel."""
+    inputs = [x.astype(dtype) for x in self_attention(dims=(128, 128))]
+    descales = {f"{x}_descale": 1.0 for x in "qkv"} if dtype == FP8 else {}
+    mesh = make_mesh(4)
+    for method, calls in (("ring", 4), ("all_gather", 2)):
+        call = functools.partial(
+            parallel.attention, mesh=mesh, axis_name="t", order="zigzag",
+            method=method, **descales,
+        )  # fmt: skip
+        lowered = jax.jit(call).trace(*placed(inputs, mesh))
+        text = lowered.lower(lowering_platforms=(platform,)).as_text()
+        assert text.count("custom_call @zyfa_attention") == calls
+
+
 def test_collectives_of_the_gradient():
     mesh = make_mesh(4)
     inputs = placed(self_attention(), mesh)

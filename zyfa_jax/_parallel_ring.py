@@ -6,11 +6,11 @@ Blockwise Transformers", arXiv:2310.01889). "all_gather": every device gathers t
 Backward, for both: a ring, in which the cotangents of keys and values go round with
 them; in between, nothing is kept that is not a device's own.
 
-In zigzag order (Brandon et al., "Striped Attention", arXiv:2311.09431, balances
-otherwise; this order is that of Zhu's ring-flash-attention) of plain causal attention,
-device i has the chunks i and 2n-1-i of 2n. The keys of another device j are seen in
-whole chunks: if j is before i, both chunks of queries see the early chunk, and else the
-late queries see both. So every step has two of four pairs of chunks, without a mask.
+In zigzag order (Llama Team, "The Llama 3 Herd of Models", arXiv:2407.21783, section
+3.3) of plain causal attention, device i has the chunks i and 2n-1-i of 2n. The keys of
+another device j are seen in whole chunks: if j is before i, both chunks of queries see
+the early chunk, and else the late queries see both. So every step has two of four pairs
+of chunks, without a mask.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, get_args, overload
 
 import jax
 from jax.core import Tracer
@@ -35,7 +35,7 @@ from ._parallel_order import zigzag as zigzag
 from ._parallel_ring import Method as Method
 from ._parallel_ring import Plan
 from ._quantize import Quantized
-from ._spec import FLOAT8
+from ._spec import FLOAT8, AttentionSpec
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh
@@ -45,8 +45,11 @@ if TYPE_CHECKING:
 
     Axes = str | tuple[str, ...]
 
-GATHERED_BYTES = 2 << 30
-"""Of keys and values that method=None lets every device gather."""
+GATHERED_BYTES = 4 << 30
+"""Of keys and values that method=None lets every device gather: a few hundredths of a
+GPU's memory. Where there is more to gather, a ring of eight hides its transfers, by the
+model of docs/parallel.md even over the slowest links there (those of an MI355X, for
+heads with keys and values of their own)."""
 
 
 @overload
@@ -160,7 +163,12 @@ def attention(
     else:
         axes = (_names("batch_axes", batch_axes), tokens_axes)
         axes = (*axes, _names("head_axes", head_axes))
-        out, lse = _over_mesh(q, k, v, _mesh(mesh, axes), axes, order, method, options)
+        mesh = _mesh(mesh, axes)
+        plan, operands = _over_mesh(q, k, v, mesh, axes, order, method, options)
+        center = k.center if isinstance(k, Quantized) else None
+        if center is not None and q.ndim == 3:
+            center = center[None]
+        out, lse = _sharded(operands, center, plan=plan, mesh=mesh, axes=axes)
     if q.ndim == 3:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
@@ -189,8 +197,9 @@ def _inside(
             f"device along {axis} has a mean of its own: quantize outside of shard_map"
         )
     spec, operands = _attention.canonical(q, k, v, devices=devices, **options)
-    plan = _plan(spec, operands, axis, devices, order, method, options, same, devices)
-    return _local(plan, operands, center)
+    spread = _Spread(axis, devices, order, method, same_descales=same)
+    shares = (devices, 1)
+    return _local(_plan(spec, operands, options, spread, shares), operands, center)
 
 
 def _over_mesh(
@@ -202,27 +211,30 @@ def _over_mesh(
     order: Order,
     method: Method | None,
     options: Any,
-) -> tuple[Array, Array]:
+) -> tuple[Plan, _gradient.Operands]:
+    """The plan and the operands of a call over a mesh, checked.
+
+    Args:
+      mesh: the mesh.
+      axes: its axes that batch, tokens and heads are spread over.
+      options: of `zyfa_jax.attention`.
+    """
     spec, operands = _attention.canonical(q, k, v, **options)
-    batch, tokens, heads = axes
-    sizes = [math.prod(mesh.shape[name] for name in names) for names in axes]
-    plan = _plan(
-        spec, operands, tokens, sizes[1], order, method, options, True, 1, sizes
+    batch, tokens, heads = (
+        math.prod(mesh.shape[name] for name in names) for names in axes
     )
     for dim, size, what, names in (
-        (operands.q.shape[0], sizes[0], "batch rows", batch),
-        (operands.q.shape[2], sizes[2], "query heads", heads),
-        (operands.k.shape[2], sizes[2], "key/value heads", heads),
+        (operands.q.shape[0], batch, "batch rows", axes[0]),
+        (operands.q.shape[2], heads, "query heads", axes[2]),
+        (operands.k.shape[2], heads, "key/value heads", axes[2]),
     ):
         if dim % size:
             raise ValueError(
                 f"zyfa_jax.parallel takes {what} that the {size} devices along {names} "
                 f"share evenly, not {dim}"
             )
-    center = k.center if isinstance(k, Quantized) else None
-    if center is not None and q.ndim == 3:
-        center = center[None]
-    return _sharded(operands, center, plan=plan, mesh=mesh, axes=axes)
+    spread = _Spread(axes[1], tokens, order, method, same_descales=True)
+    return _plan(spec, operands, options, spread, (1, batch * heads)), operands
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "mesh", "axes"))
@@ -234,6 +246,7 @@ def _sharded(
     mesh: Mesh | AbstractMesh,
     axes: tuple[tuple[str, ...], ...],
 ) -> tuple[Array, Array]:
+    """Output and log-sum-exp of a call over a mesh, as `_over_mesh` gives it."""
     batch, tokens, heads = (names or None for names in axes)
     array = PartitionSpec(batch, tokens, heads, None)
     ints = PartitionSpec(batch)
@@ -277,45 +290,58 @@ def _local(
     return out, lse
 
 
+class _Spread(NamedTuple):
+    """How tokens are spread: over which axis, and by what method, if one was asked for.
+
+    `same_descales` is whether all devices are known to have the same.
+    """
+
+    axis: tuple[str, ...]
+    devices: int
+    order: Order
+    method: Method | None
+    same_descales: bool
+
+
 def _plan(
-    spec: Any,
+    spec: AttentionSpec,
     operands: _gradient.Operands,
-    axis: tuple[str, ...],
-    devices: int,
-    order: Order,
-    method: Method | None,
     options: Any,
-    same_descales: bool,
-    shares: int,
-    sizes: Any = (1, 1, 1),
+    spread: _Spread,
+    shares: tuple[int, int],
 ) -> Plan:
-    """The plan, checked. Operands hold tokens of one in so many shares."""
-    count = chunks(order) * devices
+    """The plan, checked.
+
+    `shares` is how many times as many tokens there are in all as the operands have, and
+    over how many devices the operands' batch rows and heads are spread.
+    """
+    axis, devices, order, method, same_descales = spread
+    parts = chunks(order) * devices
     for name, x, block in (
         ("q", operands.q, spec.q_block),
         ("k", operands.k, spec.kv_block),
     ):
-        tokens = x.shape[1] * shares
+        tokens = x.shape[1] * shares[0]
         check_tokens(name, tokens, devices, order)
-        if count > 1:
-            check_blocks(name, block, tokens // count)
-    fp8 = operands.k.dtype == FLOAT8
-    same_descales = not spec.kv_block and (same_descales or not fp8)
-    gathered = sum(x.size * x.dtype.itemsize for x in (operands.k, operands.v)) * shares
-    movable = same_descales or bool(spec.kv_block)
+        if parts > 1:
+            check_blocks(name, block, tokens // parts)
+    same_descales = same_descales or operands.k.dtype != FLOAT8
+    can_gather = same_descales or bool(spec.kv_block)
     if method is None:
-        fits = gathered <= GATHERED_BYTES * sizes[0] * sizes[2]
-        method = "all_gather" if devices > 2 and fits and movable else "ring"
-    if method == "all_gather" and not movable:
+        nbytes = sum(x.size * x.dtype.itemsize for x in (operands.k, operands.v))
+        fits = nbytes * shares[0] <= GATHERED_BYTES * shares[1]
+        # Two devices of a ring hold as much as if they had gathered.
+        method = "all_gather" if devices > 2 and fits and can_gather else "ring"
+    if method == "all_gather" and not can_gather:
         raise ValueError(
             "zyfa_jax.parallel takes method='all_gather' where all devices have the "
             "same descales, but those of k or v may differ along "
             f"{axis}: method='ring' takes them"
         )
-    bounded = options.get("q_lengths") is not None or (
-        options.get("kv_lengths") is not None
+    bounded = any(options.get(x) is not None for x in ("q_lengths", "kv_lengths"))
+    return Plan(
+        spec, axis, devices, order, method, bounded, same_descales and not spec.kv_block
     )
-    return Plan(spec, axis, devices, order, method, bounded, same_descales)
 
 
 def _is_same(x: Any, index: Array, axis: tuple[str, ...], unknown: bool = False) -> Any:
