@@ -338,7 +338,7 @@ def test_wrong_deepseek(tmp_path, changes, message):
         (("--mesh", "heads=16"), "error: a mesh of heads=16 x tokens=1 .* there are 8"),
         (
             ("--mesh", "heads=4,tokens=2"),
-            "a mesh of tokens=2 takes heads=N that divide the model's 2 key/value heads",
+            "tokens=2 takes heads=N that divide the model's 2 key/value heads",
         ),
         (("--mesh", "rows=2"), "heads=N,tokens=N, not 'rows=2'"),
         (("--mesh", "heads=0"), "heads=N,tokens=N, not 'heads=0'"),
