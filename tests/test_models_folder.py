@@ -424,6 +424,12 @@ def test_parameters_lie_on_the_mesh(tmp_path):
     }
 
 
+def test_experts_that_a_mesh_does_not_divide(tmp_path):
+    save(tmp_path, DEEPSEEK)
+    with pytest.raises(models.InputError, match=r"the 16 channels .*, not heads=3"):
+        models.load(tmp_path, mesh=models.make_mesh(heads=3))
+
+
 def test_last_logits_alone(mistral):
     model = models.load(mistral, dtype=jnp.float32)
     tokens = np.arange(21)[None] % 40
