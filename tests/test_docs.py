@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import jax
 import numpy as np
 import pytest
 import yaml
@@ -62,8 +63,9 @@ def python_blocks(page) -> Iterator[tuple[int, str]]:
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     module = types.ModuleType("__main__")
-    for line, code in python_blocks(page):
-        exec(compile("\n" * line + code, name(page), "exec"), vars(module))
+    with jax.numpy_dtype_promotion("standard"):  # as a reader has it
+        for line, code in python_blocks(page):
+            exec(compile("\n" * line + code, name(page), "exec"), vars(module))
 
 
 def test_code_is_found_and_run(tmp_path):

@@ -14,19 +14,13 @@ import numpy as np
 import pytest
 from _flax_cases import relative
 
-for package in ("torch", "transformers"):
-    pytest.importorskip(
-        package, reason=f"{package} is not installed: pip install '.[models-peer]'"
-    )
+from examples import models
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from transformers.utils import logging  # noqa: E402
-
-from examples import models  # noqa: E402
-
-logging.set_verbosity_error()
-logging.disable_progress_bar()
+NEEDS = "is not installed: pip install '.[models-peer]'"
+torch = pytest.importorskip("torch", reason=f"torch {NEEDS}")
+transformers = pytest.importorskip("transformers", reason=f"transformers {NEEDS}")
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
 
 VOCABULARY, TOKENS = 96, 37
 
@@ -172,18 +166,23 @@ def standard_promotion():
 def test_float32(case, mesh):
     """Whole and in chunks, on one device and eight."""
     model = case.load(mesh, dtype=jnp.float32)
-    assert relative(case.prefill(model), case.logits) < 3e-6
-    assert relative(case.prefill(model, chunk=8), case.logits) < 3e-6
+    errors = [relative(case.prefill(model, chunk), case.logits) for chunk in (None, 8)]
+    print(f"errors {errors[0]:.1e} and, in chunks, {errors[1]:.1e}")
+    assert max(errors) < 3e-6
 
 
 @pytest.mark.parametrize(("mesh", "chunk"), [(None, None), (None, 16), ((2, 2), 16)])
 def test_bfloat16(case, mesh, chunk):
     """As near to float32 as transformers is in bfloat16."""
-    got = case.prefill(case.load(mesh), chunk)
-    assert relative(got, case.logits) < 1.2 * case.bfloat16_error
+    error = relative(case.prefill(case.load(mesh), chunk), case.logits)
+    print(f"error {error:.4f}, of transformers {case.bfloat16_error:.4f}")
+    assert error < 1.2 * case.bfloat16_error
 
 
-def test_fp8(case):
+@pytest.mark.parametrize(("mesh", "chunk"), [(None, 16), ((2, 2), None)])
+def test_fp8(case, mesh, chunk):
     """Attention alone is in FP8: more than bfloat16's rounding, and not much more."""
-    got = case.prefill(case.load(precision="fp8"), chunk=16)
-    assert 1.5 * case.bfloat16_error < relative(got, case.logits) < 0.15
+    model = case.load(mesh, precision="fp8")
+    error = relative(case.prefill(model, chunk), case.logits)
+    print(f"error {error:.4f}")
+    assert 1.5 * case.bfloat16_error < error < 0.15

@@ -338,7 +338,7 @@ def test_wrong_deepseek(tmp_path, changes, message):
         (("--mesh", "heads=16"), "error: a mesh of heads=16 x tokens=1 .* there are 8"),
         (
             ("--mesh", "heads=4,tokens=2"),
-            "a mesh of tokens=2 takes heads=N that divide the model's 2 key/value heads",
+            "tokens=2 takes heads=N that divide the model's 2 key/value heads",
         ),
         (("--mesh", "rows=2"), "heads=N,tokens=N, not 'rows=2'"),
         (("--mesh", "heads=0"), "heads=N,tokens=N, not 'heads=0'"),
@@ -422,6 +422,12 @@ def test_parameters_lie_on_the_mesh(tmp_path):
         for name in shares
         if "norm" in name or "router" in name or "kv_down" in name
     }
+
+
+def test_experts_that_a_mesh_does_not_divide(tmp_path):
+    save(tmp_path, DEEPSEEK)
+    with pytest.raises(models.InputError, match=r"the 16 channels .*, not heads=3"):
+        models.load(tmp_path, mesh=models.make_mesh(heads=3))
 
 
 def test_last_logits_alone(mistral):

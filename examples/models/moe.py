@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from .config import Experts
+from .errors import InputError
 from .mlp import GatedMLP
 
 if TYPE_CHECKING:
@@ -44,6 +45,12 @@ class MixtureOfExperts(nnx.Module):
         mesh: Mesh | None,
         rngs: nnx.Rngs,
     ):
+        if mesh is not None and config.mlp_width % mesh.shape["heads"]:
+            raise InputError(
+                f"a mesh takes heads=N that divide the {config.mlp_width} channels "
+                f"inside the model's experts, not heads={mesh.shape['heads']}"
+            )
+
         def parameter(*shape: int, dtype: Any = dtype) -> nnx.Param[Array]:
             return nnx.Param(jnp.zeros(shape, dtype))
 

@@ -24,7 +24,7 @@ def prefill(
     *,
     chunk: int | None = None,
     last_only: bool = True,
-    on_chunk: Callable[[int], Any] = lambda tokens: None,
+    on_chunk: Callable[[int], Any] | None = None,
 ) -> Float[Array, "b v"] | Float[Array, "b t v"]:
     """Logits of the next token, float32.
 
@@ -35,7 +35,7 @@ def prefill(
         default all. The memory for activations and logits is that of one chunk.
       last_only: whether to return the logits after the last token alone, (b, v); those
         after each token are (b, t, v).
-      on_chunk: called with the number of tokens after each chunk.
+      on_chunk: called with the number of its tokens when a chunk is computed.
 
     Raises:
       ValueError: for no tokens, or a chunk of none.
@@ -63,7 +63,9 @@ def prefill(
         piece = jnp.asarray(padded[:, start : start + size], jnp.int32)
         keep = jnp.int32(last) if last_only else None
         logits, caches = step(graph, state, piece, caches, keep)
-        on_chunk(min(size, length - start))
+        if on_chunk is not None:
+            jax.block_until_ready(logits)
+            on_chunk(min(size, length - start))
         parts = [logits] if last_only else [*parts, logits]
     return parts[0] if last_only else jnp.concatenate(parts, 1)[:, :length]
 

@@ -182,7 +182,9 @@ def load(
     with Tensors(folder) as tensors:
         _check_names(folder, tensors.names, where.values(), config)
         return fill(
-            lambda name, shape, dtype: where[name].read(tensors, shape).astype(dtype)
+            lambda name, shape, dtype: (
+                where[name].read(tensors, shape).astype(dtype, copy=False)
+            )
         )
 
 

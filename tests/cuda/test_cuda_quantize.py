@@ -223,8 +223,9 @@ def frame_bytes(code: bytes) -> dict[str, int]:
     """Bytes of local memory that each kernel of a cubin has for spills and arrays."""
     elf = ELFFile(io.BytesIO(code))
     symbols: Any = elf.get_section_by_name(".symtab")
-    # Entries of ".nv.info": format, attribute, size; then symbol and value.
-    info = np.frombuffer(elf.get_section_by_name(".nv.info").data(), np.uint32)
+    section: Any = elf.get_section_by_name(".nv.info")
+    # Its entries: format, attribute, size; then symbol and value.
+    info = np.frombuffer(section.data(), np.uint32)
     frame_size = 4 | 0x11 << 8 | 8 << 16
     starts = np.flatnonzero(info == frame_size)
     return {symbols.get_symbol(info[i + 1]).name: int(info[i + 2]) for i in starts}
