@@ -474,7 +474,7 @@ def _gather(plan: Plan, x: _Keys, last: Any = None) -> _Keys:
     chunk `last`, which comes after all others, if it is given."""
 
     def gather(y: Array, axis: int) -> Array:
-        if plan.exchange:
+        if plan.exchange and y.size:  # XLA gathers no empty arrays
             gather_all = functools.partial(jax.lax.all_gather, axis=axis, tiled=True)
             every = _as_bits(gather_all, y, plan.axis)
         else:
