@@ -11,13 +11,16 @@ bandwidth. docs/parallel.md has the tables and what is left out.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from . import plot
 from .shapes import DEEPSEEK_V2_LITE, MISTRAL_7B, Model
 
 FP8, BF16 = "float8_e4m3fn", "bfloat16"
@@ -169,12 +172,11 @@ def seconds(
         return steps + merged_bytes(model, own, devices) / machine.memory / 1e9
     links = 1 if across_nodes else min(machine.links, max(devices - 1, 1))
     gather = (devices - 1) * one.transfer / links
-    diagonals = one.compute / 2
     # Received, put into order: written, read, written.
     ordered = 3 * kv_bytes(model, dtype, tokens) / machine.memory / 1e9
     parts = 2 if devices > 1 else 1
     merged = merged_bytes(model, own, parts) / machine.memory / 1e9
-    exposed = max(gather - diagonals, 0.0)
+    exposed = max(gather - one.compute, 0.0)  # of its own tokens
     return devices * one.compute + exposed + (ordered + merged) * (devices > 1)
 
 
@@ -197,12 +199,42 @@ def machine_of(device_kind: str) -> Machine | None:
     return next((x for x in MACHINES if x.name in device_kind), None)
 
 
+def _panels() -> list[plot.Panel]:
+    """Speed-up over tokens, one panel for each machine; in BF16, FP8 is alike."""
+    lengths = [2**i for i in range(14, 21)]
+    return [
+        plot.Lines(
+            f"{machine.name}, BF16",
+            "speed-up",
+            [
+                plot.Line(
+                    f"{model.name}, {method.replace('_', '-')}",
+                    [
+                        (n, speed_up(machine, model, BF16, n, 8, method))
+                        for n in lengths
+                    ],
+                    peer=method == "all_gather",
+                )
+                for model in (MISTRAL_7B, DEEPSEEK_V2_LITE)
+                for method in ("ring", "all_gather")
+            ],
+            level=8,
+        )
+        for machine in MACHINES
+    ]
+
+
 SHOWN = [(model, dtype) for model in (MISTRAL_7B, DEEPSEEK_V2_LITE)
          for dtype in (BF16, FP8)]  # fmt: skip
 SHOWN_TOKENS = (16384, 131072, 1048576)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling_model")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="PNG, SVG or PDF")
+    args = parser.parse_args(argv)
+    if args.picture is not None:
+        plot.save(args.picture, "Predicted, 8 GPUs of a node", _panels())
     console = Console(width=110)
     for across_nodes in (False, True):
         where = "between nodes" if across_nodes else "within a node"

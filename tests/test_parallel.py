@@ -107,6 +107,14 @@ def test_more_keys_than_queries(order, method):
 
 
 @every
+@pytest.mark.parametrize("tokens", [(0, 0), (8, 0), (0, 8), (8, 8)])
+def test_no_tokens_and_one_of_a_chunk(tokens, order, method):
+    inputs = make(tokens=tokens)
+    got = spread(*inputs, devices=4, order=order, method=method)
+    assert_same(got, zyfa_jax.attention(*inputs, return_lse=True))
+
+
+@every
 def test_bfloat16_is_rounded_once_more(order, method):
     inputs = self_attention(BF16, heads=(4, 1), dims=(24, 16))
     got = spread(*inputs, devices=8, order=order, method=method)

@@ -77,8 +77,11 @@ def test_machines_are_found_by_their_names():
     assert model.machine_of("cpu") is None
 
 
-def test_the_tables_are_printed(capsys):
-    model.main()
+def test_the_tables_are_printed(capsys, tmp_path):
+    picture = tmp_path / "picture.svg"
+    model.main(["--picture", str(picture)])
+    for text in ("MI355X, BF16", "DeepSeek-V2-Lite, all-gather", "speed-up"):
+        assert f"<!-- {text} -->" in picture.read_text()
     printed = capsys.readouterr().out
     assert " 1062 " in printed  # tokens from which Mistral-7B hides on H200s, BF16
     assert "Speed-up on 8 GPUs" in printed

@@ -175,6 +175,12 @@ def from_zigzag(x: Any, devices: int, axis: int) -> Any:
     return _stack(early, _flip(late, axis), axis).reshape(x.shape)
 
 
+def take_chunks(x: Array, places: Int[Array, " n"], axis: int) -> Array:
+    """x with its equal chunks along the axis taken from these places."""
+    parts, axis = _parts(x, (1, len(places)), axis)
+    return jnp.take(parts, places, axis=axis + 1, mode="clip").reshape(x.shape)
+
+
 def _parts(x: Any, counts: tuple[int, int], axis: int) -> tuple[Any, int]:
     """x with the axis cut in so many, and in so many each: and which axis that was."""
     axis %= x.ndim

@@ -206,10 +206,10 @@ def merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
 def _ring(plan: Plan, x: Operands) -> list[tuple[Array, Array]]:
     """Steps are unrolled: the compiler overlaps a permute with the kernel beside it
     within one computation, and not across turns of a loop."""
+    queries = _Queries(x.q, x.q_descale * x.scale)
     keys, parts = _keys(x), []
     for shift, following in _steps(plan, x):
         arriving = _send_keys(plan, keys, following - shift) if following else keys
-        queries = _Queries(x.q, x.q_descale * x.scale)
         for block in _blocks(plan, x, keys, shift):
             parts.append(_bind(block, queries))
             if len(parts) == _MERGED_AT_ONCE:
@@ -219,29 +219,30 @@ def _ring(plan: Plan, x: Operands) -> list[tuple[Array, Array]]:
 
 
 def _gathered(plan: Plan, x: Operands) -> list[tuple[Array, Array]]:
-    """Where chunks are seen whole, their own diagonal is computed meanwhile."""
+    """Where chunks are seen whole, a device's own are computed meanwhile."""
     queries = _Queries(x.q, x.q_descale * x.scale)
-    every = _gather(plan, _keys(x))
+    own, rows = _keys(x), plan.chunks
     index = jax.lax.axis_index(plan.axis)
     starts = order_of.starts(index, plan.devices, x.q.shape[1], plan.order)
-    if plan.causal_chunks(x.q.shape[1], x.k.shape[1]):
-        rows = plan.chunks
-        chunk = jnp.full_like(_row_ints(x.q_lengths, rows), x.q.shape[1] // rows)
-        zero = jnp.zeros_like(chunk)
-        own = _in_rows(_keys(x), rows)
-        before = dataclasses.replace(plan.spec, window=(None, None))
-        seen = _row_ints(jnp.zeros_like(x.kv_lengths), rows, starts)
+    if plan.causal_chunks(x.q.shape[1], x.k.shape[1]) and plan.devices > 1:
+        size = x.q.shape[1] // rows
+        # The own early chunk goes last, where late queries do not see it again.
+        every = _gather(plan, own, last=index)
+        seen = [start - size * i for i, start in enumerate(starts)]
+        kv_lengths = _row_ints(jnp.zeros_like(x.kv_lengths), rows, seen)
+        q_lengths = jnp.full_like(kv_lengths, size)
+        spec = dataclasses.replace(plan.spec, window=(None, None))
+        ints = (jnp.zeros_like(q_lengths), q_lengths, kv_lengths)
         return [
-            _bind(_Block(rows, own, None, plan.spec, (zero, chunk, chunk)), queries),
-            _bind(_Block(rows, every, None, before, (zero, chunk, seen)), queries),
+            _bind(_whole(plan, x, own), queries),
+            _bind(_Block(rows, every, None, spec, ints), queries),
         ]
     if plan.unmasked:
-        return [_bind(_whole(plan, x, every), queries)]
+        return [_bind(_whole(plan, x, _gather(plan, own)), queries)]
     spec = dataclasses.replace(plan.spec, q_offset=None)
     q_offset, q_lengths = _query_ints(plan, x, starts)
-    kv_lengths = _row_ints(x.kv_lengths, plan.chunks)
-    ints = (q_offset, q_lengths, kv_lengths)
-    return [_bind(_Block(plan.chunks, every, None, spec, ints), queries)]
+    ints = (q_offset, q_lengths, _row_ints(x.kv_lengths, rows))
+    return [_bind(_Block(rows, _gather(plan, own), None, spec, ints), queries)]
 
 
 def _backward(plan: Plan, residuals: Any, cotangents: Any) -> tuple[Operands]:
@@ -468,22 +469,34 @@ def _send_keys(plan: Plan, keys: _Keys, hops: int) -> _Keys:
     return _Keys(*_send(plan, keys[:2], hops), *descales)
 
 
-def _gather(plan: Plan, x: _Keys) -> _Keys:
-    """Of all devices, in the order of their positions."""
+def _gather(plan: Plan, x: _Keys, last: Any = None) -> _Keys:
+    """Of all devices, in the order of their positions; in zigzag order, but for the
+    chunk `last`, which comes after all others, if it is given."""
 
     def gather(y: Array, axis: int) -> Array:
-        if plan.exchange:
+        if plan.exchange and y.size:  # XLA gathers no empty arrays
             gather_all = functools.partial(jax.lax.all_gather, axis=axis, tiled=True)
             every = _as_bits(gather_all, y, plan.axis)
         else:
             every = jnp.concatenate([y] * plan.devices, axis=axis)
         if plan.order == "contiguous" or plan.unmasked:
             return every
-        return order_of.from_zigzag(every, plan.devices, axis)
+        if last is None:
+            return order_of.from_zigzag(every, plan.devices, axis)
+        return order_of.take_chunks(every, _chunks_but(last, plan.devices), axis)
 
     blocks = bool(plan.spec.kv_block)
     descales = (gather(y, 2) if blocks else y for y in x[2:])
     return _Keys(gather(x.k, 1), gather(x.v, 1), *descales)
+
+
+def _chunks_but(last: Array, devices: int) -> Array:
+    """The places in zigzag order of all chunks by their positions, one of them last."""
+    count = 2 * devices
+    i = jnp.arange(count, dtype=jnp.int32)
+    chunk = jnp.where(i < last, i, i + np.int32(1))
+    chunk = jnp.where(i == count - 1, last, chunk)
+    return jnp.where(chunk < devices, 2 * chunk, 2 * (count - 1 - chunk) + 1)
 
 
 def _chunk(x: Array, i: int, count: int) -> Array:
