@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import zyfa_jax
 from benchmarks import families
-from zyfa_jax import Quantized, _ffi, quantize, reference
+from zyfa_jax import Quantized, quantize, reference
 from zyfa_jax.__main__ import main
 
 pytestmark = pytest.mark.cuda
@@ -28,16 +28,9 @@ BOUNDS = {BF16: 5e-3, F16: 2e-3, FP8: 0.045}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def gpu():
-    """The first GPU. Who asks by the marker for what is not here gets a failure."""
-    try:
-        device, *_ = jax.devices("cuda")
-    except RuntimeError as error:
-        pytest.fail(f"JAX sees no NVIDIA GPU: {error}")
-    if not _ffi.has_kernel("cuda"):
-        pytest.fail(_ffi.detail("cuda"))
-    with jax.default_device(device):
-        yield device
+def on_gpu(gpu):
+    with jax.default_device(gpu):
+        yield
 
 
 def inputs(dtype=BF16, dims=(128, 128), **options) -> tuple[Any, ...]:
