@@ -215,3 +215,13 @@ def test_the_kernels_spill_nothing():
     kernels = {x: n for x, n in frames.items() if x.startswith("zyfa_quantize_")}
     assert len(kernels) == 18
     assert not any(kernels.values()), kernels
+
+
+def test_the_handler_loads_ahead(cuda, xla):
+    initialize = EXTENSION.quantize_registrations()["CUDA"]["initialize"]
+    stream = cuda.stream(4)
+    assert not xla.initialize(initialize, stream)
+    assert cuda.loads(4) == 1
+    with cuda.failing("cuStreamGetCtx", "invalid value"):
+        error = xla.initialize(initialize, stream)
+    assert error.startswith("13: zyfa_quantize: cuStreamGetCtx: invalid argument")
