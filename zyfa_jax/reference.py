@@ -57,6 +57,8 @@ _TOP = 8
 _TOP_CODE = np.float32(120)
 _MAX_CODE = np.float32(126)
 _SM90_TOP = _TOP_CODE - np.float32(0.45)
+_SM90_ROWS, _SM90_MASKED_ROWS = 128, 64
+"""Queries of sm90's kernel that visit the same blocks, and that share a mask."""
 _MAX_SHIFT = np.float32(120)
 _UNORM16 = np.float32(65535)
 _LINEAR_CODES = np.float32(2048) / _UNORM16
@@ -157,7 +159,9 @@ def fp8_attention(
         linearly, and M kept while no probability exceeds 1/64 of the row's sum. What
         the kernel for AMD's gfx950 does.
       "sm90": coded linearly against m itself, of which codes are 2**8, and weighted by
-        2**(m - M), a real number. What the kernel for NVIDIA's Hopper does.
+        2**(m - M), a real number; half of the keys exactly, 2**(t - m + 8), in blocks
+        that are masked or a query block's last. What the kernel for NVIDIA's Hopper
+        does.
       "exact block": 2**(t - M + n + 8), n = floor(M - m), weighted by 2**-n.
       "exact row": 2**(t - M + 8), as Composable Kernel and FlashAttention-3 do.
       "unit": 2**(t - M), the row sum taken before rounding, as AITER's FP8 prefill
@@ -195,7 +199,7 @@ def fp8_attention(
                 continue
             factor = row_scale * np.float32(tile.k_scale[start]) * _LOG2E
             p, new_maximum, row_sum = step(
-                acc[:, keys], visible, factor, maximum, total
+                acc[:, keys], visible, factor, maximum, total, tile.few_keys(keys)
             )
             with np.errstate(invalid="ignore"):
                 rescale = np.exp2(maximum.astype(np.float64) - new_maximum)
@@ -346,9 +350,11 @@ def _product(p, v, visible):
 
 
 _Step = Callable[..., tuple[np.ndarray, np.ndarray, np.ndarray]]
-"""(acc, visible, factor, running_max, total) -> probabilities, new_max, row_sum.
+"""(acc, visible, factor, running_max, total, few_keys) -> probabilities, new_max,
+row_sum.
 
-`total` and row_sum are sums of probabilities, before and of this block."""
+`total` and row_sum are sums of probabilities, before and of this block; `few_keys` as
+`_Tile.few_keys` gives it."""
 
 
 def _gfx950_slack(total) -> Float32[np.ndarray, " r"]:
@@ -360,7 +366,7 @@ def _gfx950_slack(total) -> Float32[np.ndarray, " r"]:
 
 
 def _codes(quadratic: bool = False) -> _Step:
-    def step(acc, visible, factor, running_max, _):
+    def step(acc, visible, factor, running_max, *_):
         return _weighted(
             *fp8_softmax_block(acc, visible, factor, running_max, quadratic)
         )
@@ -368,7 +374,7 @@ def _codes(quadratic: bool = False) -> _Step:
     return step
 
 
-def _gfx950(acc, visible, factor, running_max, total):
+def _gfx950(acc, visible, factor, running_max, total, _):
     return _weighted(
         *fp8_softmax_block(
             acc, visible, factor, running_max, False, _GFX950_CHORD_KEYS,
@@ -377,7 +383,7 @@ def _gfx950(acc, visible, factor, running_max, total):
     )  # fmt: skip
 
 
-def _sm90(acc, visible, factor, running_max, _):
+def _sm90(acc, visible, factor, running_max, _, few_keys):
     new_max, block_max = _maxima(acc, visible, factor, running_max)
     top = np.where(visible, acc, -np.inf).max(axis=1, initial=-np.inf)
     slope = np.float32(8) * factor
@@ -387,7 +393,14 @@ def _sm90(acc, visible, factor, running_max, _):
         weight = np.exp2(block_max - np.where(np.isneginf(new_max), 0, new_max))
     valid = visible & ~np.isnan(new_max)[:, None]
     codes = np.rint(np.maximum(np.where(valid, x, 0), np.float32(0))).astype(np.uint8)
-    p = _E4M3[codes] * weight[:, None]
+    p = _E4M3[codes]
+    if few_keys.any():
+        with np.errstate(invalid="ignore", over="ignore"):
+            logits = np.where(visible, acc * factor[:, None], -np.inf)
+            exact = np.exp2(logits - block_max[:, None] + np.float32(_TOP))
+        exactly = few_keys[:, None] & (np.arange(acc.shape[1]) % 32 >= 16)
+        p = np.where(exactly & valid, _to_e4m3(exact), p)
+    p = p * weight[:, None]
     return p, new_max, np.where(np.isnan(new_max), np.nan, p.sum(axis=1))
 
 
@@ -396,8 +409,12 @@ def _weighted(codes, shift, new_max, row_sum):
     return _E4M3[codes] * weight[:, None], new_max, row_sum * weight
 
 
+def _to_e4m3(x) -> Float32[np.ndarray, ...]:
+    return x.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
+
 def _exact(top: int, *, block_scale: bool = False, rounded_sum: bool = True) -> _Step:
-    def step(acc, visible, factor, running_max, _):
+    def step(acc, visible, factor, running_max, *_):
         new_max, block_max = _maxima(acc, visible, factor, running_max)
         shift = _block_shift(new_max, block_max)
         if not block_scale:
@@ -405,7 +422,7 @@ def _exact(top: int, *, block_scale: bool = False, rounded_sum: bool = True) -> 
         reference = np.where(np.isneginf(new_max), 0, new_max - shift)[:, None]
         logits = np.where(visible, acc * factor[:, None], -np.inf)
         exact = np.exp2(logits - reference + np.float32(top))
-        rounded = exact.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        rounded = _to_e4m3(exact)
         weight = np.exp2(-shift.astype(np.float32))[:, None]
         row_sum = rounded if rounded_sum else exact
         return rounded * weight, new_max, (row_sum * weight).sum(axis=1)
@@ -424,6 +441,11 @@ _STEPS: dict[Probabilities, _Step] = {
 }
 
 
+def _any_of(x, group) -> Bool[np.ndarray, " r"]:
+    """For each row, whether x holds for any of its group."""
+    return np.isin(group, group[x])
+
+
 @dataclasses.dataclass(frozen=True)
 class _Tile:
     """Some queries of one head, and the keys that any of them sees."""
@@ -438,6 +460,14 @@ class _Tile:
     k_scale: Float[np.ndarray, " n"]
     v_scale: Float[np.ndarray, " n"]
     visible: Bool[np.ndarray, "r n"]
+
+    def few_keys(self, keys: slice) -> Bool[np.ndarray, " r"]:
+        """Of which queries sm90's kernel codes half of a block's keys exactly: of 64
+        that do not all see all of them, and of 128 that see no later block."""
+        rows = np.arange(self.rows.start, self.rows.stop)
+        masked = _any_of(~self.visible[:, keys].all(axis=1), rows // _SM90_MASKED_ROWS)
+        later = self.visible[:, keys.stop :].any(axis=1)
+        return masked | ~_any_of(later, rows // _SM90_ROWS)
 
     def store(self, out, value) -> None:
         out[self.batch, self.rows, self.head] = value

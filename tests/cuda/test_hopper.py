@@ -203,15 +203,10 @@ def test_nan_in_nan_out(dtype, operand):
     assert np.isfinite(lse[0, 0, clean]).all()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "scale"),
-    [(BF16, 1e6), (F16, 1e6), (FP8, 1e6), (FP8, 1e10), (FP8, 1e30)],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [1e6, 1e10, 1e30])
 def test_no_query_that_sees_keys_is_called_empty(dtype, scale):
-    """Whatever its logits: those that have no code may give NaN. In 16 bits, logits of
-    1e10 and more are not offered: their fused difference from the maximum is too far
-    from zero."""
+    """Whatever its logits: those that have no code may give NaN."""
     arrays = inputs(dtype, tokens=(40, 300), heads=(1, 1), batch=(1,))
     _, lse = attend(*arrays, scale=scale)
     assert not np.isneginf(lse).any()
@@ -268,8 +263,7 @@ def test_fp8_error_within_its_bar(name, dims):
         bars.append(relative(bar, exact))
     # The matrix unit's sums of FP8 products keep fewer bits than float32.
     assert np.mean(kernels) == pytest.approx(np.mean(models), rel=0.1)
-    # docs/h200.md: the last queries of `local` miss the bar of 1.2.
-    assert np.mean(kernels) < (1.3 if name == "local" else 1.2) * np.mean(bars)
+    assert np.mean(kernels) < 1.2 * np.mean(bars)
     if name == "sink" and dims == (128, 128):
         assert np.mean(kernels) < 0.0015
 

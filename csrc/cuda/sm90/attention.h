@@ -193,33 +193,22 @@ class Consumer {
     PinRegisters(logits);
     ReleaseKeys();
     if (!whole.Holds(tile)) Mask(item, tile, logits);
-    softmax.Prepare(logits);
+    softmax.template Prepare<true>(logits);
     softmax.Take(logits);
     ClearValues(item.band.kv_length - tile * kKeyBlock);
     if (tile > first_tile) WaitForKeys();
 
-    // Both waits for copies also keep the compiler from moving work over them:
-    // the sums behind the first product, the codes behind the second.
-    while (--tile >= first_tile) {
-      FenceProducts();
-      MultiplyKeys(logits);
-      CommitProducts();
-      WaitForValues();
-      softmax.Accumulate();
-      FenceProducts();
-      MultiplyValues(softmax);
-      CommitProducts();
-      WaitForProducts<1>();
-      PinRegisters(logits);
-      ReleaseKeys();
-      if (!whole.Holds(tile)) Mask(item, tile, logits);
-      softmax.Prepare(logits);
-      if (tile > first_tile) WaitForKeys();
-      PinRegisters(logits);
-      WaitForProducts<0>();
-      softmax.Pin();
-      ReleaseValues();
-      softmax.Take(logits);
+    // Tiles without a mask have a loop of their own: nearly all of the time.
+    const int last_whole = max(whole.begin, first_tile);
+    --tile;
+    while (tile >= first_tile) {
+      if (whole.Holds(tile)) {
+        do {
+          Step<false>(item, tile--, first_tile, softmax, logits);
+        } while (tile >= last_whole);
+      } else {
+        Step<true>(item, tile--, first_tile, softmax, logits);
+      }
     }
     Release(Shared::kQueriesPlace);
 
@@ -232,6 +221,33 @@ class Consumer {
     softmax.Pin();
     ReleaseValues();
     softmax.Accumulate();
+  }
+
+  // One tile of keys, and the values of the one before. Both waits for copies
+  // also keep the compiler from moving work over them: the sums behind the
+  // first product, the codes behind the second.
+  template <bool kMasked>
+  ZYFA_DEVICE void Step(const WorkItem& item, int tile, int first_tile,
+                        Softmax& softmax, float (&logits)[kLogits]) {
+    FenceProducts();
+    MultiplyKeys(logits);
+    CommitProducts();
+    WaitForValues();
+    softmax.Accumulate();
+    FenceProducts();
+    MultiplyValues(softmax);
+    CommitProducts();
+    WaitForProducts<1>();
+    PinRegisters(logits);
+    ReleaseKeys();
+    if (kMasked) Mask(item, tile, logits);
+    softmax.template Prepare<kMasked>(logits);
+    if (tile > first_tile) WaitForKeys();
+    PinRegisters(logits);
+    WaitForProducts<0>();
+    softmax.Pin();
+    ReleaseValues();
+    softmax.Take(logits);
   }
 
   ZYFA_DEVICE void WaitForKeys() {
@@ -410,7 +426,8 @@ ZYFA_DEVICE void Attention(const AttentionArgs& args, const Maps& maps,
   const Shared shared(shared_memory);
   Prepare(shared, maps);
 
-  // The register file holds 240 registers for each consumer's thread.
+  // Of the 168 registers a thread that the block starts with, the first
+  // warpgroup gives back what the consumers take.
   const int warpgroup =
       __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   if (warpgroup == 0) {

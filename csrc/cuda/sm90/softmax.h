@@ -131,6 +131,10 @@ ZYFA_DEVICE bool AnyBeyond(const float (&largest)[kThreadRows],
 // made as a half-precision number so small that its bits are an integer. The
 // tile's product has accumulators of its own, which keeps the matrix unit's
 // short sums short, and is added up in float32 with the weight 2^(m - frame).
+//
+// Where a query may see few keys, errors do not cancel. There, in the first
+// tile and in masked ones, keys 16 to 31 of every 32 are coded by the
+// exponential.
 struct Fp8Softmax {
   static constexpr int kProducts = kOutputs + 4;  // the last four: row sums
   static constexpr int kSteps = kKeyBlock / Fp8Products::kDepth;
@@ -138,6 +142,7 @@ struct Fp8Softmax {
   // The bits of a half below 2^-14 are the number in units of 2^-24.
   static constexpr float kUnit = 0x1p-24f;
   static constexpr float kTop = (120.0f - 0.45f) * kUnit;
+  static constexpr int kExactPeriod = 16;  // logits of a thread: 32 keys
   // Of a tile's largest logit from zero. Beyond it, the fused multiply-add has
   // too few bits for a code.
   static constexpr float kLargestDistance = 0x1p14f;
@@ -160,25 +165,46 @@ struct Fp8Softmax {
 
   // Makes the new tile's codes, two in each of the first half of the logits,
   // while the last tile's product is under way.
+  template <bool kFewKeys>
   ZYFA_DEVICE void Prepare(float (&logits)[kLogits]) {
     float largest[kThreadRows];
     LargestOfRows(logits, largest);
     float m[kThreadRows] = {largest[0] * factor[0], largest[1] * factor[1]};
     if (AnyBeyond(largest, limit)) Reconsider(logits, largest, m);
+#pragma unroll
+    for (int row = 0; row < kThreadRows; ++row) {
+      next_weight[row] = Exp2(m[row] - frame[row]);
+    }
+    Code<kFewKeys>(logits, largest);
+  }
+
+  template <bool kHalfExact>
+  ZYFA_DEVICE void Code(float (&logits)[kLogits],
+                        const float (&largest)[kThreadRows]) const {
     float slope[kThreadRows];
     float offset[kThreadRows];
+    float exact_offset[kThreadRows];
 #pragma unroll
     for (int row = 0; row < kThreadRows; ++row) {
       slope[row] = factor[row] * (8.0f * kUnit);
       offset[row] = fmaf(-largest[row], slope[row], kTop);
-      next_weight[row] = Exp2(m[row] - frame[row]);
+      exact_offset[row] = fmaf(-largest[row], factor[row], kLog2Scale);
     }
 #pragma unroll
     for (int i = 0; i < kLogits; i += 2) {
-      const float s = slope[RowOf(i)];
-      const float o = offset[RowOf(i)];
-      logits[i / 2] = __uint_as_float(PackHalvesAboveZero(
-          fmaf(logits[i], s, o), fmaf(logits[i + 1], s, o)));
+      const int row = RowOf(i);
+      uint32_t pair;
+      if (kHalfExact && i % kExactPeriod >= kExactPeriod / 2) {
+        pair = __byte_perm(
+            PackE4m3(Exp2(fmaf(logits[i], factor[row], exact_offset[row])),
+                     Exp2(fmaf(logits[i + 1], factor[row], exact_offset[row]))),
+            0, 0x4140);
+      } else {
+        pair =
+            PackHalvesAboveZero(fmaf(logits[i], slope[row], offset[row]),
+                                fmaf(logits[i + 1], slope[row], offset[row]));
+      }
+      logits[i / 2] = __uint_as_float(pair);
     }
   }
 
@@ -264,6 +290,9 @@ struct ExactSoftmax {
   static constexpr int kSteps = kKeyBlock / Type::Products::kDepth;
   static constexpr float kLog2Scale = 0.0f;
   static constexpr float kSlack = 8.0f;
+  // Of a tile's largest logit from zero. Beyond it, the fused multiply-add has
+  // too few bits for the difference of a logit from the maximum.
+  static constexpr float kLargestDistance = 0x1p14f;
 
   LogitFactors factor;
   float max[kThreadRows] = {kLowestMax, kLowestMax};
@@ -277,21 +306,27 @@ struct ExactSoftmax {
   ZYFA_DEVICE explicit ExactSoftmax(const LogitFactors& factors)
       : factor(factors) {}
 
+  template <bool kFewKeys>
   ZYFA_DEVICE void Prepare(float (&logits)[kLogits]) {
     float largest[kThreadRows];
     LargestOfRows(logits, largest);
+    float offset[kThreadRows] = {-max[0], -max[1]};
     rescales = AnyBeyond(largest, limit);
-    if (rescales) Reconsider(logits, largest);
+    if (rescales) Reconsider(logits, largest, offset);
 #pragma unroll
     for (int i = 0; i < kLogits; ++i) {
       const int row = RowOf(i);
-      logits[i] = Exp2(fmaf(logits[i], factor[row], -max[row]));
+      logits[i] = Exp2(fmaf(logits[i], factor[row], offset[row]));
       sum[row] += logits[i];
     }
   }
 
-  ZYFA_DEVICE void Reconsider(const float (&logits)[kLogits],
-                              float (&largest)[kThreadRows]) {
+  // Rows whose largest number is not above zero, or far above the maximum, or
+  // so far from zero that probabilities must be made from differences.
+  ZYFA_DEVICE void Reconsider(float (&logits)[kLogits],
+                              float (&largest)[kThreadRows],
+                              float (&offset)[kThreadRows]) {
+    float shift[kThreadRows];
     LargestOfNegativeRows(logits, largest);
 #pragma unroll
     for (int row = 0; row < kThreadRows; ++row) {
@@ -300,8 +335,16 @@ struct ExactSoftmax {
       rescale[row] = Exp2(max[row] - next);
       sum[row] *= rescale[row];
       max[row] = next;
-      limit[row] = fmaxf(__fdividef(next + kSlack, factor[row]), 0.0f);
+      limit[row] = fmaxf(fminf(__fdividef(next + kSlack, factor[row]),
+                               __fdividef(kLargestDistance, factor[row])),
+                         0.0f);
+      const bool far = largest[row] != numerics::kNegativeInfinity &&
+                       fabsf(m) > kLargestDistance;
+      shift[row] = far ? largest[row] : 0.0f;
+      offset[row] = far ? m - next : -next;
     }
+#pragma unroll
+    for (int i = 0; i < kLogits; ++i) logits[i] -= shift[RowOf(i)];
   }
   ZYFA_DEVICE void Accumulate() {}
   ZYFA_DEVICE void Pin() {

@@ -21,57 +21,80 @@ ZYFA_DEVICE int KeysInUse(const AttentionArgs& args, int kv_batch) {
   return min(keys, args.kv_len);
 }
 
-// One tile of 128 keys: in by 16 bytes of a key, out by 16 keys of a dimension.
+// Four words of four bytes each: byte i of word j becomes byte j of word i.
+ZYFA_DEVICE void TransposeBytes(uint32_t (&words)[4]) {
+  const uint32_t low01 = __byte_perm(words[0], words[1], 0x5140);
+  const uint32_t high01 = __byte_perm(words[0], words[1], 0x7362);
+  const uint32_t low23 = __byte_perm(words[2], words[3], 0x5140);
+  const uint32_t high23 = __byte_perm(words[2], words[3], 0x7362);
+  words[0] = __byte_perm(low01, low23, 0x5410);
+  words[1] = __byte_perm(low01, low23, 0x7632);
+  words[2] = __byte_perm(high01, high23, 0x5410);
+  words[3] = __byte_perm(high01, high23, 0x7632);
+}
+
+// One tile of 128 keys, by way of shared memory: in by 16 dimensions of a key,
+// out by 16 keys of a dimension, eight neighbouring threads to a line of 128
+// bytes each time. Pieces of 16 bytes change places within a row, so that
+// neither way has two threads at one bank.
 ZYFA_DEVICE void TransposeValues(const AttentionArgs& args) {
-  constexpr int kPitch = kValueDim + 4;  // a word more: no bank conflicts
-  __shared__ uint8_t tile[kKeyBlock * kPitch];
-  const int tiles = (args.kv_len + kKeyBlock - 1) / kKeyBlock;
+  constexpr int kThreads = cuda::kPrepareThreads;
+  constexpr int kPieces = kValueDim / 16;
+  constexpr int kGroups = kKeyBlock / 16;  // of keys
+  static_assert(kPieces == 8 && kGroups == 8 && kThreads == 256);
+  __shared__ uint4 tile[kKeyBlock * kPieces];
+  const int thread = static_cast<int>(threadIdx.x);
+  const int tiles = max((args.kv_len + kKeyBlock - 1) / kKeyBlock, 1);
   const int number = static_cast<int>(blockIdx.x);
-  const int first = number % max(tiles, 1) * kKeyBlock;
-  const int head = number / max(tiles, 1);  // of all batches
+  const int first = number % tiles * kKeyBlock;
+  const int head = number / tiles;  // of all batches
   const int kv_batch = head / args.kv_heads;
   const int kv_head = head % args.kv_heads;
-  const int keys = KeysInUse(args, kv_batch);
-  const int threads = static_cast<int>(blockDim.x);
+  const int keys = KeysInUse(args, kv_batch) - first;
 
-  constexpr int kPieces = kValueDim / 16;
-  for (int i = threadIdx.x; i < kKeyBlock * kPieces; i += threads) {
-    const int key = i / kPieces;
-    const int dim = i % kPieces * 16;
-    uint4 piece = make_uint4(0, 0, 0, 0);
-    if (first + key < keys) {
-      const int64_t row =
-          (int64_t{kv_batch} * args.kv_len + first + key) * args.kv_heads +
-          kv_head;
-      piece = *reinterpret_cast<const uint4*>(
-          static_cast<const uint8_t*>(args.v) + row * kValueDim + dim);
-    }
-    auto* to = reinterpret_cast<uint32_t*>(&tile[key * kPitch + dim]);
-    to[0] = piece.x;
-    to[1] = piece.y;
-    to[2] = piece.z;
-    to[3] = piece.w;
+  const uint8_t* const from =
+      static_cast<const uint8_t*>(args.v) +
+      ((int64_t{kv_batch} * args.kv_len + first) * args.kv_heads + kv_head) *
+          kValueDim;
+  const int64_t key_bytes = int64_t{args.kv_heads} * kValueDim;
+  uint4 pieces[kKeyBlock * kPieces / kThreads];
+#pragma unroll
+  for (int i = 0; i < kKeyBlock * kPieces / kThreads; ++i) {
+    const int key = (i * kThreads + thread) / kPieces;
+    pieces[i] = key < keys ? *reinterpret_cast<const uint4*>(
+                                 from + key * key_bytes + thread % kPieces * 16)
+                           : make_uint4(0, 0, 0, 0);
+  }
+#pragma unroll
+  for (int i = 0; i < kKeyBlock * kPieces / kThreads; ++i) {
+    const int key = (i * kThreads + thread) / kPieces;
+    tile[key * kPieces + (thread % kPieces ^ key / 16)] = pieces[i];
   }
   __syncthreads();
-  const int64_t padded = int64_t{max(tiles, 1)} * kKeyBlock;
-  auto* const out = static_cast<uint8_t*>(args.workspace) +
-                    cuda::kCounterBytes + int64_t{head} * kValueDim * padded +
-                    first;
-  for (int i = threadIdx.x; i < kValueDim * (kKeyBlock / 16); i += threads) {
-    const int dim = i % kValueDim;
-    const int group = i / kValueDim * 16;
-    uint32_t words[4];
+
+  const int piece = thread / 32;           // of the dimensions
+  const int word = thread % 32 / kGroups;  // of the piece
+  const int group = thread % kGroups;
+  const auto* const column = reinterpret_cast<const uint32_t*>(
+      &tile[group * 16 * kPieces + (piece ^ group)]);
+  uint32_t rows[4][4];  // words of the keys, then dimensions
 #pragma unroll
-    for (int word = 0; word < 4; ++word) {
-      words[word] = 0;
+  for (int i = 0; i < 4; ++i) {
 #pragma unroll
-      for (int byte = 0; byte < 4; ++byte) {
-        const int key = group + KeyAt(4 * word + byte);
-        words[word] |= uint32_t{tile[key * kPitch + dim]} << (8 * byte);
-      }
+    for (int j = 0; j < 4; ++j) {
+      rows[i][j] = column[KeyAt(4 * i + j) * kPieces * 4 + word];
     }
-    *reinterpret_cast<uint4*>(out + dim * padded + group) =
-        make_uint4(words[0], words[1], words[2], words[3]);
+    TransposeBytes(rows[i]);
+  }
+  const int64_t padded = int64_t{tiles} * kKeyBlock;
+  uint8_t* const to =
+      static_cast<uint8_t*>(args.workspace) + cuda::kCounterBytes +
+      (int64_t{head} * kValueDim + piece * 16 + word * 4) * padded + first +
+      group * 16;
+#pragma unroll
+  for (int dim = 0; dim < 4; ++dim) {
+    *reinterpret_cast<uint4*>(to + dim * padded) =
+        make_uint4(rows[0][dim], rows[1][dim], rows[2][dim], rows[3][dim]);
   }
 }
 
