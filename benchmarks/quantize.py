@@ -108,9 +108,8 @@ def _plainly(
 ) -> Any:
     """What `quantize` is on platforms without a kernel."""
     block = 128 if granularity == "block" else 0
-    rounding = primitive.Rounding(granularity, block, rotate)
-    mean = (primitive.mean_over_tokens(x).squeeze(1),) if center else ()
-    return primitive.define(x, *mean, rounding=rounding)
+    rounding = primitive.Rounding(granularity, block, center, rotate)
+    return primitive.define(x, rounding)
 
 
 def table(results: list[Result], copy: float) -> Table:
