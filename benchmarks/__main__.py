@@ -5,12 +5,12 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-BENCHMARKS = ("accuracy", "cpu", "cuda", "gfx950", "rocm")
+BENCHMARKS = ("accuracy", "cpu", "cuda", "gfx950", "rocm", "scaling")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="NAME")
+    commands = parser.add_subparsers(required=True)
     for name in BENCHMARKS:
         module = importlib.import_module(f".{name}", __package__)
         summary = (module.__doc__ or "").partition("\n")[0]

@@ -1,7 +1,8 @@
 """Speed of causal prefill on the CPU beside jax.nn and, where installed, torch.
 
-Batch 1, 8 query and 2 key/value heads, head dim 128. Medians in one process, the
-implementations taking turns. GFLOP/s count half of the score square.
+Batch 1, a quarter of Mistral-7B's heads: 8 query and 2 key/value, head dim 128. Medians
+in one process, the implementations taking turns. GFLOP/s count half of the score
+square.
 """
 
 from __future__ import annotations
@@ -26,8 +27,13 @@ import zyfa_jax
 from zyfa_jax._timing import interleaved_medians
 
 from . import plot, report
+from .shapes import MISTRAL_7B
 
-Q_HEADS, KV_HEADS, HEAD_DIM = 8, 2, 128
+Q_HEADS, KV_HEADS = MISTRAL_7B.share(4).heads
+HEAD_DIM, _ = MISTRAL_7B.head_dims
+
+PEERS = {"torch": "torch"}
+"""Peers that may not be installed -> their modules."""
 
 # (implementation, baseline, the least ratio of their speeds).
 BARS = (
@@ -58,9 +64,12 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     machine = _machine(cores)
     console.print(machine)
+    missing = report.missing(PEERS, console)
     results: dict[int, dict[str, float]] = {}
     for tokens in lengths:
-        calls = _zyfa_and_jax_calls(tokens) | _torch_calls(tokens, cores)
+        calls = _zyfa_and_jax_calls(tokens)
+        if "torch" not in missing:
+            calls |= _torch_calls(tokens, cores)
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task(f"{tokens} tokens", total=repeats + 1)
             seconds = interleaved_medians(
@@ -73,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
         args,
         jax.devices()[0],
         cpu=machine,
+        missing=missing,
         results=[
             {
                 "tokens": tokens,
@@ -152,10 +162,7 @@ def _zyfa_and_jax_calls(tokens: int) -> dict[str, Callable[[], object]]:
 
 
 def _torch_calls(tokens: int, cores: int) -> dict[str, Callable[[], object]]:
-    try:
-        torch: Any = importlib.import_module("torch")
-    except ImportError:
-        return {}
+    torch: Any = importlib.import_module("torch")
     torch.set_num_threads(cores)
     f32 = [torch.from_numpy(x).transpose(1, 2).contiguous() for x in _inputs(tokens)]
 

@@ -35,6 +35,7 @@ from zyfa_jax import _check, reference
 
 from . import families, plot, quantize, report, rocm
 from .rocm import Case, Given
+from .shapes import DEEPSEEK_V2_LITE, MISTRAL_7B, QWEN3_8B, Model
 
 if TYPE_CHECKING:
     from jaxtyping import Float64
@@ -62,21 +63,10 @@ SPEED_QUERIES, ERROR_QUERIES = 64, 512
 """Whose errors are taken: float64 is slow."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """A model's attention: its heads (query, key/value) and head dims."""
-
-    name: str
-    heads: tuple[int, int]
-    head_dims: tuple[int, int]
-
-    def case(self, dtype: str, tokens: int) -> Case:
-        return Case(dtype, self.head_dims, True, tokens, 1, self.heads)
-
-
+# One line of results for two models of one shape.
 MODELS = (
-    Model("Mistral-7B, Qwen3-8B", (32, 8), (128, 128)),
-    Model("DeepSeek-V2-Lite", (16, 16), (192, 128)),
+    dataclasses.replace(MISTRAL_7B, name=f"{MISTRAL_7B.name}, {QWEN3_8B.name}"),
+    DEEPSEEK_V2_LITE,
 )
 
 Call = Callable[[], Any]
@@ -132,7 +122,7 @@ class Result:
 
     @property
     def case(self) -> Case:
-        return self.model.case(self.implementation.dtype, self.tokens)
+        return _case(self.model, self.implementation.dtype, self.tokens)
 
     @property
     def tflops(self) -> float | None:
@@ -368,6 +358,10 @@ def interleaved_medians(
 # ---- Shapes
 
 
+def _case(model: Model, dtype: str, tokens: int) -> Case:
+    return Case(dtype, model.head_dims, True, tokens, 1, model.heads)
+
+
 def _measure_kind(
     model: Model, inputs: str, args: argparse.Namespace, timer: Timer, console: Console
 ) -> list[Result]:
@@ -423,7 +417,7 @@ def measure(
     tokens = given[BF16].arrays[0].shape[1]
     calls, errors, troubles = {}, {}, {}
     for dtype, of_dtype in given.items():
-        case = model.case(dtype, tokens)
+        case = _case(model, dtype, tokens)
         exact = _exact(case, of_dtype, SPEED_QUERIES)
         for x in IMPLEMENTATIONS:
             if x.dtype == dtype:
@@ -511,7 +505,7 @@ def family_errors(model: Model, family: str, tokens: int) -> dict[str, float]:
     queries = min(ERROR_QUERIES, tokens)
     errors = {}
     for dtype, given in make_inputs(model, family, tokens).items():
-        case = model.case(dtype, tokens)
+        case = _case(model, dtype, tokens)
         exact = _exact(case, given, queries)
         for x in IMPLEMENTATIONS:
             if x.dtype == dtype:

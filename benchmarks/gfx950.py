@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from collections import Counter
 from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from zyfa_jax import _ffi
@@ -152,14 +154,19 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     found = kernels()
     console.print(_resources(found))
-    mixes = {
-        name.removeprefix("zyfa_attention_"): tile_mix(kernel)
+    counted = {
+        name.removeprefix("zyfa_attention_"): kernel
         for name, kernel in found.items()
         if name.startswith("zyfa_attention_") and "_f16_" not in name
     }
-    mixes = {AITER: aiter_mix()} | mixes
+    mixes = {AITER: aiter_mix()}
+    with Progress(console=console, transient=True) as progress:
+        for name, kernel in progress.track(counted.items(), description="emulator"):
+            mixes[name] = tile_mix(kernel)
     console.print(_mixes(mixes))
-    prediction = gfx950_speed.Prediction.of(found)
+    with Progress(console=console, transient=True) as progress:
+        track = functools.partial(progress.track, description="cycle model")
+        prediction = gfx950_speed.Prediction.of(found, track)
     prediction.show(console)
     report.write(
         "gfx950",

@@ -15,7 +15,7 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -26,6 +26,8 @@ from . import plot
 if TYPE_CHECKING:
     from tools.gfx950 import Kernel
     from tools.gfx950.timing import whole
+
+Track = Callable[[Sequence[Callable[[], "Share"]]], Iterable[Callable[[], "Share"]]]
 
 HEADS = 64
 LENGTHS = (2048, 4096, 16384, 32768)
@@ -87,7 +89,8 @@ class Prediction:
     parts: dict[str, tuple[float, dict[str, float]]]
 
     @classmethod
-    def of(cls, found: dict[str, Kernel]) -> Prediction:
+    def of(cls, found: dict[str, Kernel], track: Track = iter) -> Prediction:
+        """Of the kernels found; `track` is handed the list of what takes long."""
         from tools.gfx950.timing import whole
 
         sets = constant_sets()
@@ -101,17 +104,22 @@ class Prediction:
             for i, x in enumerate(calibrated["nominal"][1])
         ]
         kernels = traced(found)
-        shares = []
+        pending: list[Callable[[], Share]] = []
         for causal in (True, False):
             for public in whole.PUBLIC:
                 at = functools.partial(public_share, public)
-                shares.append(_share(public.name, public.fp8, "", causal, at))
+                pending.append(
+                    functools.partial(_share, public.name, public.fp8, "", causal, at)
+                )
             for name, kernel in kernels.items():
                 for logits in ("stays", "random"):
                     at = functools.partial(
                         share, kernel, random_logits=logits == "random"
                     )
-                    shares.append(_share(name, kernel.fp8, logits, causal, at))
+                    pending.append(
+                        functools.partial(_share, name, kernel.fp8, logits, causal, at)
+                    )
+        shares = [step() for step in track(pending)]
         costs = {x.kernel.name: x.cost for x in calibrated["nominal"][1]}
         costs |= {
             name: kernel.cost(sets["nominal"]) for name, kernel in kernels.items()

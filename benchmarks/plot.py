@@ -1,8 +1,8 @@
 """Pictures of results, drawn by matplotlib: PNG, SVG or PDF by the file's suffix.
 
-A picture is made of panels: `Lines` over a length, `Groups` of bars, `Stacks` of parts.
-Neighbours of one kind and unit share a scale in each row, a legend, and what a name
-looks like. The same results give the same file.
+A picture is made of panels: `Lines` over a length, `Curves` over any number, `Groups`
+of bars, `Stacks` of parts. Neighbours of one kind and unit share a scale in each row, a
+legend, and what a name looks like. The same results give the same file.
 
     plot.check(path)  # before anything is measured
     ours = plot.Line("zyfa_jax", [(2048, 610.0), (4096, 790.0)])
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import SubFigure
+    from numpy.typing import ArrayLike
 
 # Okabe and Ito's colours, which colour-blind readers tell apart. A name's place in its
 # legend decides its colour: what the package itself does goes first.
@@ -88,7 +89,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Lines:
-    """A panel of lines over a length in tokens, one for each method.
+    """A panel of lines over a length in tokens, or a number, one for each method.
 
     Attributes:
       title: above it, such as "bfloat16 128/128, causal".
@@ -96,6 +97,7 @@ class Lines:
       lines: in the legend's order.
       level: a value to be compared with: a thin line across.
       from_zero: whether the scale starts there; ratios are seen better otherwise.
+      over: what the lines are over.
     """
 
     title: str
@@ -103,6 +105,7 @@ class Lines:
     lines: Sequence[Line]
     level: float | None = None
     from_zero: bool = True
+    over: str = "tokens"
 
     @property
     def names(self) -> list[str]:
@@ -132,8 +135,40 @@ class Lines:
         if lengths:  # matplotlib has no logarithms of nothing
             axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [_tokens(x) for x in lengths])
-        axes.set_xlabel("tokens")
+        axes.set_xlabel(self.over)
         axes.grid(axis="y")
+
+
+@dataclasses.dataclass(frozen=True)
+class Curves:
+    """A panel of functions, close points joined.
+
+    Attributes:
+      title: above it.
+      unit: of the values.
+      over: what they are a function of.
+      curves: name -> (x, y).
+      log: a logarithmic scale of the values.
+    """
+
+    title: str
+    unit: str
+    over: str
+    curves: Mapping[str, tuple[ArrayLike, ArrayLike]]
+    log: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.curves)
+
+    def draw(self, axes: Axes, looks: Mapping[str, Look]) -> None:
+        for name, (x, y) in self.curves.items():
+            axes.plot(x, y, color=looks[name].colour, linewidth=1.5, label=name)
+        if self.log:
+            axes.set_yscale("log")
+        axes.set_xlabel(self.over)
+        axes.margins(x=0)
+        axes.grid()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +263,7 @@ class Stacks:
         axes.tick_params(axis="y", length=0)
 
 
-Panel = Lines | Groups | Stacks
+Panel = Lines | Curves | Groups | Stacks
 
 
 def check(path: Path) -> None:

@@ -7,9 +7,13 @@ then what the benchmark found.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 import zyfa_jax
 from zyfa_jax import _check
@@ -38,6 +42,25 @@ def check(args: argparse.Namespace) -> None:
             raise SystemExit(f"there is no folder {file.parent} for {file.name}")
     if args.picture is not None:
         plot.check(args.picture)
+
+
+def missing(peers: Mapping[str, str], console: Console) -> dict[str, str]:
+    """{peer: why it takes no part}, of those that cannot be imported; told as well.
+
+    Args:
+      peers: name -> module.
+      console: where it is told.
+    """
+    reasons = {}
+    for name, module in peers.items():
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # of whatever kind another package raises
+            reason, *_ = str(error).splitlines() or [type(error).__name__]
+            line = f"{name} takes no part: {reason}"
+            console.print(line, highlight=False, markup=False)
+            reasons[name] = reason
+    return reasons
 
 
 def write(command: str, args: argparse.Namespace, device: Any, **found: Any) -> None:

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 import zyfa_jax
@@ -30,9 +31,10 @@ from zyfa_jax import _check, reference
 from zyfa_jax._timing import interleaved_medians
 
 from . import plot, report
+from .shapes import DEEPSEEK_V2_LITE, MISTRAL_7B
 
 TOKENS = (2048, 4096, 8192, 16384, 32768)
-HEAD_DIMS = ((128, 128), (192, 128))
+HEAD_DIMS = (MISTRAL_7B.head_dims, DEEPSEEK_V2_LITE.head_dims)
 DTYPES = ("float8_e4m3fn", "bfloat16")
 TOKENS_AT_ONCE = 32768
 # Dense TFLOP/s of an MI355X by its data sheet.
@@ -47,6 +49,8 @@ CHECKED_QUERIES = 64
 FEWEST_PREDICTED = 2048
 """Tokens; the cycle model leaves out what fewer of them make heavy."""
 AITERS = ("aiter", "jax-aiter")
+PEERS = {"jax-aiter": "jax_aiter.mha", "aiter": "aiter", "torch": "torch"}
+"""Peers that may not be installed -> their modules."""
 # The kernels of AITER's that the model knows, by dtype and head dims.
 AITER_KERNELS = {
     "fp8_128x128": "AITER FP8 v3",
@@ -172,7 +176,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--heads",
         type=int,
         nargs=2,
-        default=(32, 8),
+        default=MISTRAL_7B.heads,
         metavar=("QUERY", "KEY_VALUE"),
         help="32 and 8 by default",
     )
@@ -202,6 +206,7 @@ def run(args: argparse.Namespace) -> int:
     predict = predictor() if "gfx950" in backend.targets else None
     if "gfx950" in backend.targets and predict is None:
         console.print("the cycle model's predictions need a checkout and '.[bench]'")
+    missing = report.missing(PEERS, console)
 
     def write_report(results: list[Result]) -> None:
         report.write(
@@ -210,6 +215,7 @@ def run(args: argparse.Namespace) -> int:
             device,
             backend=dataclasses.asdict(backend),
             peaks=PEAKS,
+            missing=missing,
             results=[result.as_json() for result in results],
             measured_over_predicted=_mean_differences(results),
         )
@@ -217,9 +223,14 @@ def run(args: argparse.Namespace) -> int:
     results: list[Result] = []
     for dtype, head_dims, causal in _kinds(args):
         of_kind = []
-        for case in _cases(args, dtype, head_dims, causal):
-            measured = measure(case, 1 if args.quick else args.repeats, args.quick)
-            of_kind += [_predicted(x, predict) for x in measured]
+        cases = list(_cases(args, dtype, head_dims, causal))
+        repeats = 1 if args.quick else args.repeats
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task(cases[0].kind, total=len(cases) * (repeats + 1))
+            advance = functools.partial(progress.advance, task)
+            for case in cases:
+                measured = measure(case, repeats, args.quick, advance)
+                of_kind += [_predicted(x, predict) for x in measured]
         console.print(_table(of_kind, backend.targets))
         results += of_kind
         write_report(results)  # what follows may fail, or never end
@@ -389,7 +400,9 @@ def _lines(results: list[Result]) -> list[plot.Line]:
     return lines
 
 
-def measure(case: Case, repeats: int, quick: bool = False) -> list[Result]:
+def measure(
+    case: Case, repeats: int, quick: bool = False, after_round: Call = lambda: None
+) -> list[Result]:
     """Every implementation on one shape."""
     arrays = case.inputs()
     given = _given(case, arrays)
@@ -408,7 +421,7 @@ def measure(case: Case, repeats: int, quick: bool = False) -> list[Result]:
             text = str(error).strip() or type(error).__name__
             troubles[name] = text.splitlines()[0]
     inner = {name: getattr(call, "times", 1) for name, call in calls.items()}
-    seconds = interleaved_medians(calls, repeats)
+    seconds = interleaved_medians(calls, repeats, after_round=after_round)
     return [
         Result(case, name, seconds[name] / inner[name], errors[name])
         if name in seconds

@@ -36,7 +36,7 @@ def test_a_missed_bar_is_told():
         "gauss": {accuracy.BASELINE: np.array([0.02, 0.02])},
         "sink": {accuracy.BASELINE: np.array([0.002, 0.002])},
     }
-    accuracy.add_bar(errors, 128)
+    accuracy.add_bar(errors, 128, 8192)
     np.testing.assert_allclose(errors["gauss"][accuracy.BAR], 0.024)
     np.testing.assert_allclose(errors["sink"][accuracy.BAR], [0.0024, 0.0015])
     errors["gauss"]["kernel"] = np.array([0.023, np.nan])
@@ -45,6 +45,19 @@ def test_a_missed_bar_is_told():
         "gauss, last 64 rows",
         "sink, last 64 rows",
     ]
+
+
+def test_sink_has_a_bar_at_long_contexts_only(capsys):
+    words = ("--tokens", "128", "--seeds", "1", "--families")
+    assert accuracy.run(arguments(*words, "sink", "gauss")) == 0
+    printed = capsys.readouterr().out
+    [*_, bar] = (line for line in printed.splitlines() if accuracy.BAR in line)
+    sink, gauss = (cell.strip() for cell in bar.split("│")[2:4])
+    assert sink == "-"
+    assert 0 < float(gauss) < 0.1
+    assert "sink is held to its bar from 8192 tokens on" in printed
+    assert accuracy.run(arguments(*words, "gauss")) == 0
+    assert "from 8192 tokens" not in capsys.readouterr().out
 
 
 def test_the_command_prints_draws_and_reports(tmp_path, capsys):

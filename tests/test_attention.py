@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from _oracle import BF16, F16, F32, FP8, assert_near_oracle, make, normal
 
+from benchmarks import shapes
 from zyfa_jax import attention, quantize, reference
 
 INT32 = np.iinfo(np.int32)
@@ -85,6 +86,18 @@ def test_head_dims(dims, implementation):
     for dtype in (F32,) if implementation else (F32, F16, BF16, FP8):
         inputs = make(dims=dims, tokens=(19, 140), dtype=dtype)
         check(inputs, implementation=implementation, **fp8_options(dtype))
+
+
+@pytest.mark.parametrize(
+    "model", [shapes.MISTRAL_7B, shapes.QWEN3_8B, shapes.DEEPSEEK_V2_LITE], ids=str
+)
+@pytest.mark.parametrize("dtype", [BF16, FP8], ids=str)
+def test_heads_of_real_models(model, dtype):
+    inputs = make(
+        tokens=(130, 130), heads=model.heads, dims=model.head_dims, batch=(1,),
+        dtype=dtype,
+    )  # fmt: skip
+    check(inputs, **fp8_options(dtype))
 
 
 @pytest.mark.parametrize("dims", [(20, 20), (300, 300), (8, 20), (264, 8), (1, 1)])

@@ -1,6 +1,7 @@
 """What `python -m benchmarks cpu` draws and reports, of made-up times."""
 
 import json
+import sys
 
 import jax
 import pytest
@@ -16,7 +17,7 @@ def milliseconds(monkeypatch):
     def medians(calls, repeats, *, after_round):
         return {name: 0.05 if "jax" in name else 0.002 for name in calls}
 
-    monkeypatch.setattr(cpu, "_torch_calls", lambda tokens, cores: {})
+    monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setattr(cpu, "interleaved_medians", medians)
     monkeypatch.setattr(cpu, "_keep_to_cores", lambda cores: cores)
     monkeypatch.setattr(jax.config, "update", lambda name, value: None)
@@ -26,12 +27,15 @@ def test_everything_is_reported(milliseconds, tmp_path, capsys):
     file, picture = tmp_path / "report.json", tmp_path / "picture.svg"
     command = ["cpu", "--tokens", "64", "128"]
     assert main([*command, "--json", str(file), "--picture", str(picture)]) == 0
-    assert " 25.00 " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert " 25.00 " in printed
+    assert "torch takes no part: " in printed
     report = json.loads(file.read_text())
     assert report["command"] == "benchmarks cpu"
     assert report["options"]["tokens"] == [64, 128]
     assert report["device"] == "cpu"
     assert "2 cores" in report["cpu"]
+    assert list(report["missing"]) == ["torch"]
     first, *_, last = report["results"]
     assert first == {
         "tokens": 64,

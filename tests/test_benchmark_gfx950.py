@@ -38,7 +38,7 @@ def made_up(monkeypatch):
         },
     )
     monkeypatch.setattr(gfx950, "kernels", dict)
-    monkeypatch.setattr(gfx950_speed.Prediction, "of", lambda found: prediction)
+    monkeypatch.setattr(gfx950_speed.Prediction, "of", lambda *_: prediction)
     return prediction
 
 

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from rich.console import Console
 
 import zyfa_jax
-from benchmarks import rocm
+from benchmarks import report, rocm
 from benchmarks.__main__ import main
 from tools.gfx950.timing import schedules
 
@@ -128,12 +129,17 @@ def test_reports_every_kind(alone, tmp_path, capsys):
         assert 0 < result["error"] < (0.03 if "float8" in result["dtype"] else 0.005)
     named = {x["implementation"] for x in report["results"]}
     assert named == {"zyfa_jax", "jax.nn"}
+    assert set(report["missing"]) == set(rocm.PEERS)
+    for name in rocm.PEERS:
+        assert f"{name} takes no part: " in printed
 
 
 def test_takes_what_else_is_installed(others, tmp_path):
     file = tmp_path / "report.json"
     assert main([*QUICK, "--json", str(file)]) == 0
-    results = json.loads(file.read_text())["results"]
+    report = json.loads(file.read_text())
+    results = report["results"]
+    assert report["missing"] == {}
     assert {x["implementation"] for x in results if x["trouble"]} == {"jax.nn"}
     errors = {}
     for x in results:
@@ -310,3 +316,13 @@ def test_the_cycle_model_predicts_these_shapes():
 
 def test_the_models_kernels_of_aiters_are_there():
     assert set(rocm.AITER_KERNELS.values()) <= {x.name for x in schedules.PUBLIC}
+
+
+def test_a_peer_that_fails_to_start_takes_no_part(monkeypatch):
+    def fail(name):
+        raise RuntimeError("no [such] driver\nmore")
+
+    monkeypatch.setattr(report.importlib, "import_module", fail)
+    console = Console(record=True, width=80)
+    assert report.missing({"aiter": "aiter"}, console) == {"aiter": "no [such] driver"}
+    assert "aiter takes no part: no [such] driver" in console.export_text()

@@ -12,6 +12,8 @@ import pytest
 from _oracle import F32, FP8, FP8_TOLERANCES, TOLERANCES
 
 import zyfa_jax
+from benchmarks.shapes import MISTRAL_7B
+from zyfa_jax import __main__ as command
 from zyfa_jax import _check
 from zyfa_jax.__main__ import main
 
@@ -148,6 +150,11 @@ def test_check_tells_what_a_call_raises(few, monkeypatch, capsys):
 def test_check_of_a_platform_that_is_not_here(capsys):
     assert main(["check", "--platform", "cuda"]) == 1
     assert "no cuda device" in capsys.readouterr().out
+
+
+def test_the_prefill_has_a_models_heads():
+    assert MISTRAL_7B.heads == (command.Q_HEADS, command.KV_HEADS)
+    assert MISTRAL_7B.head_dims == (command.HEAD_DIM,) * 2
 
 
 def test_checks_bars_are_the_tests_own():

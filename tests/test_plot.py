@@ -20,6 +20,7 @@ PANELS = [
     ),
     plot.Lines("no time", "TFLOP/s", [plot.Line("theirs", [], peer=True)], level=1),
     plot.Lines("nothing", "TFLOP/s", []),
+    plot.Curves("function", "value", "a number", {"square": ([0, 1, 2], [0, 1, 4])}),
     plot.Stacks("cycles", "%", {"a tile": {"matrix": 70.0, "vector": 30.0}}),
     plot.Groups(
         "errors",
@@ -47,7 +48,7 @@ def test_everything_is_named(tmp_path):
     for text in (
         *("all", "speed", "no time", "ours", "theirs", "tokens", "1k", "2k", "512"),
         *("cycles", "a tile", "matrix", "vector", "70", "30", "gauss", "sink", "0.5"),
-        *("mine", "other", "in brackets"),
+        *("mine", "other", "in brackets", "function", "square", "a number", "value"),
     ):
         assert f"<!-- {text} -->" in drawn, text
     # Panels of one unit share a legend and the name of their scale.

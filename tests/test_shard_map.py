@@ -45,13 +45,17 @@ def repeated(q, k, v):
     return jax.lax.scan(body, q, None, length=3)[0]
 
 
+def blockwise(q, k, v):
+    return attention(q, k, v, implementation="reference")
+
+
 def assert_near(got, want, tolerance=2e-4):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("call", [attention, repeated])
+@pytest.mark.parametrize("call", [attention, repeated, blockwise])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_values(split, call, check_vma):
     q_spec, kv_spec = SPLITS[split]

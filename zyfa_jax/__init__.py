@@ -5,6 +5,7 @@ from pkgutil import extend_path as _extend_path
 # A checkout in the working directory finds the extension of the installed package.
 __path__ = _extend_path(__path__, __name__)
 
+from . import parallel as parallel
 from ._attention import attention as attention
 from ._ffi import Backend as Backend
 from ._ffi import backends as backends

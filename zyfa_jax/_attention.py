@@ -95,7 +95,7 @@ def attention(
     value head dim may differ; a log-sum-exp is float32 of shape (B, H, T).
 
     FP8 inputs take FP8 probabilities made without an exponential (docs/numerics.md);
-    they resolve logits up to 2**20 in magnitude.
+    they resolve logits up to `2**20` in magnitude.
 
     Args:
       q: queries, (B, T, H, D) or (T, H, D); bfloat16, float16, float32,
@@ -164,7 +164,7 @@ def attention(
     results: Any = _gradient.attention(spec, operands)
     out, lse = results
     if isinstance(k, Quantized) and k.center is not None:
-        lse = lse + _center_logits(spec, operands, k.center)
+        lse = lse + center_logits(spec, operands, k.center)
     if q.ndim == 3:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
@@ -186,8 +186,13 @@ def canonical(
     kv_lengths: ArrayLike | None = None,
     out_dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
+    devices: int = 1,
 ) -> tuple[AttentionSpec, _gradient.Operands]:
-    """The canonical call that arguments of `attention` mean, checked."""
+    """The canonical call that arguments of `attention` mean, checked.
+
+    Where q, k and v are one of several devices' share of the tokens, lengths and
+    offsets count the tokens of all of them.
+    """
     inputs = [_input(name, x) for name, x in zip("qkv", (q, k, v), strict=True)]
     numbers = [x.values if isinstance(x, Quantized) else x for x in inputs]
     dtypes = [x.dtype for x in numbers]
@@ -198,6 +203,7 @@ def canonical(
     arrays = [jnp.asarray(x if batched else x[None]) for x in numbers]
     batch, q_tokens, heads, head_dim = arrays[0].shape
     kv_tokens, kv_heads = arrays[1].shape[1:3]
+    q_tokens, kv_tokens = q_tokens * devices, kv_tokens * devices
     blocks = [x.block if isinstance(x, Quantized) else 0 for x in inputs]
 
     q_rows = _lengths("q_lengths", q_lengths, q_tokens, batch, batched)
@@ -445,7 +451,7 @@ def _source(x: Any, batched: bool) -> Array | None:
     return x.source if batched else x.source[None]
 
 
-def _center_logits(
+def center_logits(
     spec: AttentionSpec, operands: _gradient.Operands, center: Float[Array, "*b K D"]
 ) -> Float[Array, "B H T"]:
     """What removing the keys' mean took from every logit of a query."""

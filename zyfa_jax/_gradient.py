@@ -79,13 +79,7 @@ def _backward(
     cotangent = _compat.automatic_axes(
         functools.partial(_cotangent, spec), differentiable
     )(residuals, cotangents)
-    rest = iter(cotangent)
-    # None stands for the cotangent of an integer.
-    return (
-        Operands._make(
-            next(rest) if x is None or _is_inexact(x) else None for x in operands
-        ),
-    )
+    return (with_integers(operands, cotangent),)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -96,10 +90,22 @@ def _cotangent(
 ) -> list[Array | None]:
     """Cotangents of the operands that are not integers, in order."""
     x, out, lse = residuals
-    # Cotangents of the values that the logits and the output are made of:
-    # q * q_descale * scale, k * k_descale and v * v_descale.
     arrays = [*x.canonical(), out, lse, *cotangents]
-    d_q, d_k, d_v = _blockwise.backward(*arrays, spec=spec)
+    return of_operands(spec, x, *_blockwise.backward(*arrays, spec=spec))
+
+
+def of_operands(
+    spec: AttentionSpec, x: Operands, d_q: Array, d_k: Array, d_v: Array
+) -> list[Array | None]:
+    """Cotangents of the operands that are not integers, in order.
+
+    Args:
+      spec: of the call.
+      x: its operands.
+      d_q: the float32 cotangent of q * q_descale * scale, which logits are made of.
+      d_k: that of k * k_descale.
+      d_v: that of v * v_descale, which the output is made of.
+    """
     d_q_descale = _over_tokens(d_q, x.q, x.q_descale, spec.q_block)
     return [
         _cast(d_q * x.scale, x.q, x.q_descale, spec.q_block),
@@ -113,6 +119,15 @@ def _cotangent(
         _straight_through(d_k, x.k_source),
         _straight_through(d_v, x.v_source),
     ]
+
+
+def with_integers(operands: Operands, cotangents: list[Array | None]) -> Operands:
+    """Cotangents of all operands, given those of all that are not integers."""
+    rest = iter(cotangents)
+    # None stands for the cotangent of an integer.
+    return Operands._make(
+        next(rest) if x is None or _is_inexact(x) else None for x in operands
+    )
 
 
 attention.defvjp(_forward, _backward)

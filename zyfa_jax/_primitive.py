@@ -167,7 +167,9 @@ def _lower(
         _ffi.logger.debug("attention on %s: blockwise path, %s", platform, q.shape)
         forward = functools.partial(_blockwise.forward, spec=spec)
         with _compat.without_mesh():
-            return mlir.lower_fun(forward, multiple_results=True)(ctx, *operands)
+            # In shard_map, types name axes of the mesh that is hidden here.
+            local = ctx.replace(avals_in=[ShapedArray(x.shape, x.dtype) for x in avals])
+            return mlir.lower_fun(forward, multiple_results=True)(local, *operands)
     _ffi.logger.debug("attention on %s: kernel, %s", platform, q.shape)
     left, right = (-1 if side is None else side for side in spec.window)
     quadratic = kernel == "cpu" if spec.quadratic is None else spec.quadratic

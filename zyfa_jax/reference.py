@@ -151,21 +151,25 @@ def fp8_attention(
     Arguments and results as for `attention`; products are in float32, as kernels have
     them, and summed over the blocks of keys in float64.
 
-    `probabilities`, each an e4m3 number per key, M being the row's running maximum of
-    the logits in log2 and m the maximum of the key's block of 128:
-      "linear", "quadratic": codes computed without an exponential, see
-        `fp8_softmax_block`. The CPU kernel's, the latter by default.
-      "gfx950": the first quarter of a block's keys coded by two chords, the others
-        linearly, and M kept while no probability exceeds 1/64 of the row's sum. What
-        the kernel for AMD's gfx950 does.
-      "sm90": coded linearly against m itself, of which codes are 2**8, and weighted by
-        2**(m - M), a real number; half of the keys exactly, 2**(t - m + 8), in blocks
-        that are masked or a query block's last. What the kernel for NVIDIA's Hopper
-        does.
-      "exact block": 2**(t - M + n + 8), n = floor(M - m), weighted by 2**-n.
-      "exact row": 2**(t - M + 8), as Composable Kernel and FlashAttention-3 do.
-      "unit": 2**(t - M), the row sum taken before rounding, as AITER's FP8 prefill
-        kernels do (they return bfloat16).
+    `probabilities` is how the e4m3 number of a key with the logit t in log2 is made, M
+    being the row's running maximum and m the maximum of the key's block of 128:
+
+    - "linear", "quadratic": codes computed without an exponential, see
+      `fp8_softmax_block`. The CPU kernel's, the latter by default.
+    - "gfx950": the first quarter of a block's keys coded by two chords, the others
+      linearly, and M kept while no probability exceeds 1/64 of the row's sum. What
+      the kernel for AMD's gfx950 does.
+    - "sm90": coded linearly against m itself, whose code is that of 256, and weighted
+      by `2**(m - M)`, a real number; half of the keys exactly, `2**(t - m + 8)`, in
+      blocks that are masked or a query block's last. What the kernel for NVIDIA's
+      Hopper does.
+    - "exact block": `2**(t - M + n + 8)`, n = floor(M - m), weighted by `2**-n`.
+    - "exact row": `2**(t - M + 8)`, as Composable Kernel and FlashAttention-3 do.
+    - "unit": `2**(t - M)`, the row sum taken before rounding, as AITER's FP8 prefill
+      kernels do (they return bfloat16).
+
+    Raises:
+      ValueError: for other probabilities, or inputs that are not float8_e4m3fn.
     """
     if probabilities not in PROBABILITIES:
         raise ValueError(
@@ -230,15 +234,15 @@ def fp8_softmax_block(
 ]:
     """The e4m3 codes of one block's probabilities, without an exponential.
 
-    In e4m3's normal range the code of 2**u is 8 (u + 7) to within a ninth of an
+    In e4m3's normal range the code of `2**u` is 8 (u + 7) to within a ninth of an
     octave, so one fused multiply-add of the logit and a rounding give the code: the
     idea of Schraudolph, "A Fast, Compact Approximation of the Exponential Function",
     Neural Computation 11 (1999). The linear code subtracts 0.45, the constant that
     balances its error, and is made in 1/256 of a code, as a fraction of 65535; the
-    quadratic one bends the line: 2**f is close to 1 + f - 0.3437 f (1 - f) for f in
-    [0, 1). Two chords: float16 bits linear in u stand for a number above 2**u in an
+    quadratic one bends the line: `2**f` is close to 1 + f - 0.3437 f (1 - f) for f in
+    [0, 1). Two chords: float16 bits linear in u stand for a number above `2**u` in an
     arch over each octave; the weighted sum with the number half an octave of bits on,
-    whose arches are half an octave off, follows 2**u to within 0.8 %, and is rounded.
+    whose arches are half an octave off, follows `2**u` to within 0.8 %, and is rounded.
 
     All arithmetic is in float32, and this is its definition: every kernel gives the
     same codes from the same arguments.
@@ -253,11 +257,13 @@ def fp8_softmax_block(
       slack: how far a logit may exceed `running_max`, in log2, which then stays.
 
     Returns:
-      codes: e4m3 bit patterns, 0 where not visible.
-      shift: n: a code stands for its e4m3 value times 2**-n. Below 0 where the block
-        exceeds a maximum that stays.
-      new_max: the maximum after this block.
-      row_sum: the sum of the codes' e4m3 values. NaN if a visible acc is.
+      Four arrays:
+
+      - codes: e4m3 bit patterns, 0 where not visible.
+      - shift: n: a code stands for its e4m3 value times `2**-n`. Below 0 where the
+        block exceeds a maximum that stays.
+      - new_max: the maximum after this block.
+      - row_sum: the sum of the codes' e4m3 values. NaN if a visible acc is.
     """
     acc = np.asarray(acc, np.float32)
     factor = np.asarray(factor, np.float32)

@@ -13,10 +13,11 @@ from _oracle import BF16, F16, F32, FP8, assert_near_oracle, make, plain
 import zyfa_jax
 from benchmarks import families
 from benchmarks import gfx950 as benchmark
+from benchmarks.shapes import DEEPSEEK_V2_LITE, MISTRAL_7B
 from tools.gfx950 import calls
 from zyfa_jax import Quantized, quantize, reference
 
-DIMS = [(128, 128), (192, 128)]
+DIMS = [MISTRAL_7B.head_dims, DEEPSEEK_V2_LITE.head_dims]
 DTYPES = [BF16, FP8]
 
 

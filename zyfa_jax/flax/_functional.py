@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 
-from .._attention import attention
+from .. import _attention
 from .._quantize import quantize
+from . import rope
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
+
+    from .cache import KeyValueCache
 
 Precision = Literal["fp8"] | None
 Window = int | tuple[int | None, int | None] | None
@@ -46,13 +51,15 @@ def rotary(
     x: Float[Array, "*b s h d"],
     positions: Int[Array, "*b s"] | None,
     theta: float,
+    scaling: rope.RopeScaling | None = None,
 ) -> Float[Array, "*b s h d"]:
     """Rotary position embedding, RoFormer, Su et al., arXiv:2104.09864.
 
     The halves of each head are rotated against each other (channel i with channel
     i + D/2, as Llama, Gemma and Mistral checkpoints in Hugging Face's format have it),
     by positions * theta ** (-2 i / D) radians, in float32. Positions default to
-    0 .. S - 1.
+    0 .. S - 1. A scaling changes the frequencies, and multiplies the result by its
+    amplitude.
     """
     tokens, _, dim = x.shape[-3:]
     if dim % 2:
@@ -68,9 +75,12 @@ def rotary(
             f"rotary embeddings take positions that broadcast to {x.shape[:-2]}, not "
             f"shape {positions.shape}"
         )
-    frequency = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
+    frequency = rope.frequencies(theta, dim, scaling)
     angle = positions.astype(jnp.float32)[..., None, None] * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if scaling is not None:
+        amplitude = np.float32(scaling.amplitude)
+        cos, sin = amplitude * cos, amplitude * sin
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
@@ -83,13 +93,17 @@ def attend(
     *,
     precision: Precision,
     lengths: Int[Array, "*b"] | None = None,
+    kv_length: Int[Array, ""] | None = None,
+    attention: Callable[..., Any] | None = None,
     **options: Any,
 ) -> Float[Array, "*b t h e"]:
     """`zyfa_jax.attention` over any number of batch axes, its output in q's dtype.
 
     With precision="fp8", q, k and v are quantized per head, k centred over tokens;
     gradients pass straight through the rounding. `lengths` is the number of tokens of
-    each batch element; later ones are not seen and give zeros.
+    each batch element; later ones are not seen and give zeros. `kv_length` is how many
+    of the keys there are yet; the queries are the last of them. `attention` is called
+    in place of `zyfa_jax.attention`.
     """
     check_precision(precision)
     batch = q.shape[:-3]
@@ -104,37 +118,69 @@ def attend(
     if lengths is not None:
         lengths = jnp.broadcast_to(lengths, batch).reshape(-1)
         options |= {"q_lengths": lengths, "kv_lengths": lengths}
+    if kv_length is not None:
+        options |= {"kv_lengths": kv_length}
     if precision == "fp8":
         q, k, v = operands
+        if kv_length is not None:
+            k = _filled_up(k, kv_length)
         operands = [quantize(q), quantize(k, center=True), quantize(v)]
+    attention = attention or _attention.attention
     out = attention(*operands, out_dtype=dtype, **options)
     return out.reshape(*batch, *out.shape[-3:])
 
 
-def latent_heads(
-    q: Float[Array, "*b s h d"],
-    kv: Float[Array, "*b s h e"],
-    k_rope: Float[Array, "*b s r"],
-    *,
-    qk_nope_head_dim: int,
-    rope_theta: float,
-    positions: Int[Array, "*b s"] | None,
-) -> tuple[Array, Array, Array]:
-    """q, k, v of multi-head latent attention from its projections.
+def _filled_up(
+    k: Float[Array, "b s k d"], length: Int[Array, ""]
+) -> Float[Array, "b s k d"]:
+    """k with the mean of its first `length` tokens in place of all later ones, so that
+    they change no mean over tokens."""
+    there = (jnp.arange(k.shape[1]) < length)[:, None, None]
+    mean = jnp.mean(k, axis=1, keepdims=True, where=there, dtype=jnp.float32)
+    return jnp.where(there, k, mean.astype(k.dtype))
 
-    The last channels of each query head, and one key shared by all heads, carry the
-    rotary embedding; `kv` holds each head's other key channels, then its value.
-    """
+
+def latent_queries(
+    q: Float[Array, "*b t h d"],
+    qk_nope_head_dim: int,
+    positions: Int[Array, "*b t"] | None,
+    theta: float,
+    scaling: rope.RopeScaling | None,
+) -> Float[Array, "*b t h d"]:
+    """Queries of latent attention: the last channels of each head are rotated."""
     q_nope, q_rope = jnp.split(q, [qk_nope_head_dim], axis=-1)
+    return jnp.concatenate([q_nope, rotary(q_rope, positions, theta, scaling)], axis=-1)
+
+
+def latent_keys_values(
+    kv: Float[Array, "*b s h e"],
+    k_rope: Float[Array, "*b s one r"],
+    qk_nope_head_dim: int,
+) -> tuple[Float[Array, "*b s h d"], Float[Array, "*b s h v"]]:
+    """k and v of latent attention: `kv` holds each head's key channels without
+    rotation, then its value; the rotated ones are the same for all heads."""
     k_nope, v = jnp.split(kv, [qk_nope_head_dim], axis=-1)
-    q_rope = rotary(q_rope, positions, rope_theta)
-    k_rope = rotary(k_rope[..., None, :], positions, rope_theta)
     k_rope = jnp.broadcast_to(k_rope, (*k_nope.shape[:-1], k_rope.shape[-1]))
-    return (
-        jnp.concatenate([q_nope, q_rope], axis=-1),
-        jnp.concatenate([k_nope, k_rope], axis=-1),
-        v,
-    )
+    return jnp.concatenate([k_nope, k_rope], axis=-1), v
+
+
+def token_positions(
+    positions: Int[Array, "*b t"] | None,
+    tokens: int,
+    lengths: Array | None,
+    cache: KeyValueCache | None,
+) -> Int[Array, "*b t"] | None:
+    """`positions`, or by default those after the tokens of the cache."""
+    if cache is None:
+        return positions
+    if lengths is not None:
+        raise ValueError(
+            "attention with a cache takes no lengths: a call appends as many tokens of "
+            "each sequence, and padding after the last ones is seen by no real token"
+        )
+    if positions is None:
+        return cache.length + jnp.arange(tokens, dtype=jnp.int32)
+    return positions
 
 
 def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:

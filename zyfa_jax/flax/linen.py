@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
     from .._attention import Implementation
+    from .cache import KeyValueCache
+    from .rope import RopeScaling
 
 _default_kernel_init = nn.initializers.lecun_normal()
 _default_bias_init = nn.initializers.zeros_init()
@@ -118,6 +120,8 @@ class GroupedQueryAttention(nn.Module):
       out_features: features of the output; those of the input by default.
       rope_theta: base of the rotary embeddings, which rotate channel i against channel
         i + head_dim / 2; None leaves them out.
+      rope_scaling: how the rotary frequencies are scaled for long contexts, of
+        `zyfa_jax.flax.rope`; None for not at all.
       qk_norm: whether queries and keys are normalised per head.
       norm_epsilon: added to the mean square in those norms.
       causal: whether a token sees no later one.
@@ -131,6 +135,8 @@ class GroupedQueryAttention(nn.Module):
       kernel_init: initializer of the projections.
       bias_init: initializer of their biases.
       implementation: as in `zyfa_jax.attention`.
+      attention: called in place of `zyfa_jax.attention`, with its arguments; for
+        sequences that are spread over devices.
     """
 
     num_heads: int
@@ -138,6 +144,7 @@ class GroupedQueryAttention(nn.Module):
     head_dim: int | None = None
     out_features: int | None = None
     rope_theta: float | None = 10_000.0
+    rope_scaling: RopeScaling | None = None
     qk_norm: bool = False
     norm_epsilon: float = 1e-6
     causal: bool = True
@@ -150,6 +157,27 @@ class GroupedQueryAttention(nn.Module):
     kernel_init: Initializer = _default_kernel_init
     bias_init: Initializer = _default_bias_init
     implementation: Implementation | None = None
+    attention: Callable[..., Any] | None = None
+
+    @overload
+    def __call__(
+        self,
+        inputs: Float[Array, "*b s f"],
+        *,
+        positions: Int[Array, "*b s"] | None = None,
+        lengths: Int[Array, "*b"] | None = None,
+        cache: None = None,
+    ) -> Float[Array, "*b s o"]: ...
+
+    @overload
+    def __call__(
+        self,
+        inputs: Float[Array, "*b s f"],
+        *,
+        positions: Int[Array, "*b s"] | None = None,
+        lengths: Int[Array, "*b"] | None = None,
+        cache: KeyValueCache,
+    ) -> tuple[Float[Array, "*b s o"], KeyValueCache]: ...
 
     @nn.compact
     def __call__(
@@ -158,16 +186,23 @@ class GroupedQueryAttention(nn.Module):
         *,
         positions: Int[Array, "*b s"] | None = None,
         lengths: Int[Array, "*b"] | None = None,
-    ) -> Float[Array, "*b s o"]:
+        cache: KeyValueCache | None = None,
+    ) -> Any:
         """Applies attention to `inputs`.
 
         Args:
           inputs: (batch..., tokens, features), any number of batch axes.
           positions: integers that broadcast to (batch..., tokens), for the rotary
-            embeddings alone; 0 .. tokens - 1 by default.
+            embeddings alone; by default 0 .. tokens - 1, after those of the cache.
           lengths: integers that broadcast to (batch...): how many tokens of each
             sequence there are. Later ones are padding: not seen, and attention gives
             zeros for them.
+          cache: the tokens before `inputs`, which are its next ones. They are seen as
+            well.
+
+        Returns:
+          (batch..., tokens, out_features). With a cache, a pair of it and the cache
+          with these tokens in it.
 
         Raises:
           ValueError: for heads, dims or arguments that do not go together.
@@ -179,6 +214,9 @@ class GroupedQueryAttention(nn.Module):
         features = inputs.shape[-1]
         head_dim = self.head_dim or _functional.default_head_dim(
             features, self.num_heads
+        )
+        positions = _functional.token_positions(
+            positions, inputs.shape[-2], lengths, cache
         )
         dense = functools.partial(
             nn.DenseGeneral,
@@ -201,20 +239,26 @@ class GroupedQueryAttention(nn.Module):
             q = norm(name="query_norm")(q)
             k = norm(name="key_norm")(k)
         if self.rope_theta is not None:
-            q = _functional.rotary(q, positions, self.rope_theta)
-            k = _functional.rotary(k, positions, self.rope_theta)
+            q = _functional.rotary(q, positions, self.rope_theta, self.rope_scaling)
+            k = _functional.rotary(k, positions, self.rope_theta, self.rope_scaling)
+        if cache is not None:
+            cache = cache.append(k, v)
+            k, v = cache.keys, cache.values
         x = _functional.attend(
             q,
             k,
             v,
             precision=self.precision,
             lengths=lengths,
+            kv_length=None if cache is None else cache.length,
             causal=self.causal,
             window=self.window,
             scale=self.scale,
             implementation=self.implementation,
+            attention=self.attention,
         )
-        return dense(self.out_features or features, axis=(-2, -1), name="out")(x)
+        x = dense(self.out_features or features, axis=(-2, -1), name="out")(x)
+        return x if cache is None else (x, cache)
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -240,6 +284,8 @@ class MultiHeadLatentAttention(nn.Module):
       v_head_dim: channels of a value head.
       out_features: features of the output; those of the input by default.
       rope_theta: base of the rotary embeddings.
+      rope_scaling: how the rotary frequencies are scaled for long contexts, of
+        `zyfa_jax.flax.rope`; None for not at all.
       norm_epsilon: added to the mean square in the norms of the latent vectors.
       scale: what logits are multiplied by; 1 / sqrt(channels of a query head) by
         default.
@@ -249,6 +295,8 @@ class MultiHeadLatentAttention(nn.Module):
         the rounding (see `make_attention_fn`). The projections stay in `dtype`.
       kernel_init: initializer of the projections.
       implementation: as in `zyfa_jax.attention`.
+      attention: called in place of `zyfa_jax.attention`, with its arguments; for
+        sequences that are spread over devices.
     """
 
     num_heads: int
@@ -259,6 +307,7 @@ class MultiHeadLatentAttention(nn.Module):
     v_head_dim: int = 128
     out_features: int | None = None
     rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
     norm_epsilon: float = 1e-6
     scale: float | None = None
     dtype: Dtype | None = None
@@ -266,6 +315,27 @@ class MultiHeadLatentAttention(nn.Module):
     precision: Precision = None
     kernel_init: Initializer = _default_kernel_init
     implementation: Implementation | None = None
+    attention: Callable[..., Any] | None = None
+
+    @overload
+    def __call__(
+        self,
+        inputs: Float[Array, "*b s f"],
+        *,
+        positions: Int[Array, "*b s"] | None = None,
+        lengths: Int[Array, "*b"] | None = None,
+        cache: None = None,
+    ) -> Float[Array, "*b s o"]: ...
+
+    @overload
+    def __call__(
+        self,
+        inputs: Float[Array, "*b s f"],
+        *,
+        positions: Int[Array, "*b s"] | None = None,
+        lengths: Int[Array, "*b"] | None = None,
+        cache: KeyValueCache,
+    ) -> tuple[Float[Array, "*b s o"], KeyValueCache]: ...
 
     @nn.compact
     def __call__(
@@ -274,8 +344,12 @@ class MultiHeadLatentAttention(nn.Module):
         *,
         positions: Int[Array, "*b s"] | None = None,
         lengths: Int[Array, "*b"] | None = None,
-    ) -> Float[Array, "*b s o"]:
+        cache: KeyValueCache | None = None,
+    ) -> Any:
         """Applies attention to `inputs`; arguments as in `GroupedQueryAttention`."""
+        positions = _functional.token_positions(
+            positions, inputs.shape[-2], lengths, cache
+        )
         dense = functools.partial(
             nn.DenseGeneral,
             use_bias=False,
@@ -297,24 +371,27 @@ class MultiHeadLatentAttention(nn.Module):
             q = dense(q_heads, name="query_up")(norm(name="query_norm")(latent))
         down = dense(self.kv_lora_rank + self.qk_rope_head_dim, name="kv_down")(inputs)
         latent, k_rope = jnp.split(down, [self.kv_lora_rank], axis=-1)
+        rope = positions, self.rope_theta, self.rope_scaling
+        q = _functional.latent_queries(q, self.qk_nope_head_dim, *rope)
+        k_rope = _functional.rotary(k_rope[..., None, :], *rope)
+        latent = norm(name="kv_norm")(latent)[..., None, :]
+        if cache is not None:
+            cache = cache.append(k_rope, latent)
+            k_rope, latent = cache.keys, cache.values
         kv_heads = (self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
-        kv = dense(kv_heads, name="kv_up")(norm(name="kv_norm")(latent))
-        q, k, v = _functional.latent_heads(
-            q,
-            kv,
-            k_rope,
-            qk_nope_head_dim=self.qk_nope_head_dim,
-            rope_theta=self.rope_theta,
-            positions=positions,
-        )
+        kv = dense(kv_heads, name="kv_up")(latent[..., 0, :])
+        k, v = _functional.latent_keys_values(kv, k_rope, self.qk_nope_head_dim)
         x = _functional.attend(
             q,
             k,
             v,
             precision=self.precision,
             lengths=lengths,
+            kv_length=None if cache is None else cache.length,
             scale=self.scale,
             implementation=self.implementation,
+            attention=self.attention,
         )
         features = self.out_features or inputs.shape[-1]
-        return dense(features, axis=(-2, -1), name="out")(x)
+        x = dense(features, axis=(-2, -1), name="out")(x)
+        return x if cache is None else (x, cache)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
     from .._attention import Implementation
+    from .cache import KeyValueCache
+    from .rope import RopeScaling
 
 _default_kernel_init = nnx.initializers.lecun_normal()
 _default_bias_init = nnx.initializers.zeros_init()
@@ -114,6 +116,8 @@ class GroupedQueryAttention(nnx.Module):
       out_features: features of the output; in_features by default.
       rope_theta: base of the rotary embeddings, which rotate channel i against channel
         i + head_dim / 2; None leaves them out.
+      rope_scaling: how the rotary frequencies are scaled for long contexts, of
+        `zyfa_jax.flax.rope`; None for not at all.
       qk_norm: whether queries and keys are normalised per head.
       norm_epsilon: added to the mean square in those norms.
       causal: whether a token sees no later one.
@@ -127,6 +131,8 @@ class GroupedQueryAttention(nnx.Module):
       kernel_init: initializer of the projections.
       bias_init: initializer of their biases.
       implementation: as in `zyfa_jax.attention`.
+      attention: called in place of `zyfa_jax.attention`, with its arguments; for
+        sequences that are spread over devices.
       rngs: random keys for the parameters.
 
     Raises:
@@ -142,6 +148,7 @@ class GroupedQueryAttention(nnx.Module):
         out_features: int | None = None,
         *,
         rope_theta: float | None = 10_000.0,
+        rope_scaling: RopeScaling | None = None,
         qk_norm: bool = False,
         norm_epsilon: float = 1e-6,
         causal: bool = True,
@@ -154,6 +161,7 @@ class GroupedQueryAttention(nnx.Module):
         kernel_init: Initializer = _default_kernel_init,
         bias_init: Initializer = _default_bias_init,
         implementation: Implementation | None = None,
+        attention: Callable[..., Any] | None = None,
         rngs: nnx.Rngs,
     ):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -187,11 +195,33 @@ class GroupedQueryAttention(nnx.Module):
             self.query_norm = norm(head_dim)
             self.key_norm = norm(head_dim)
         self.rope_theta = rope_theta
+        self.rope_scaling = rope_scaling
         self.causal = causal
         self.window = window
         self.scale = scale
         self.precision: Precision = precision
         self.implementation = implementation
+        self.attention = attention
+
+    @overload
+    def __call__(
+        self,
+        inputs: Float[Array, "*b s f"],
+        *,
+        positions: Int[Array, "*b s"] | None = None,
+        lengths: Int[Array, "*b"] | None = None,
+        cache: None = None,
+    ) -> Float[Array, "*b s o"]: ...
+
+    @overload
+    def __call__(
+        self,
+        inputs: Float[Array, "*b s f"],
+        *,
+        positions: Int[Array, "*b s"] | None = None,
+        lengths: Int[Array, "*b"] | None = None,
+        cache: KeyValueCache,
+    ) -> tuple[Float[Array, "*b s o"], KeyValueCache]: ...
 
     def __call__(
         self,
@@ -199,38 +229,54 @@ class GroupedQueryAttention(nnx.Module):
         *,
         positions: Int[Array, "*b s"] | None = None,
         lengths: Int[Array, "*b"] | None = None,
-    ) -> Float[Array, "*b s o"]:
+        cache: KeyValueCache | None = None,
+    ) -> Any:
         """Applies attention to `inputs`.
 
         Args:
           inputs: (batch..., tokens, features), any number of batch axes.
           positions: integers that broadcast to (batch..., tokens), for the rotary
-            embeddings alone; 0 .. tokens - 1 by default.
+            embeddings alone; by default 0 .. tokens - 1, after those of the cache.
           lengths: integers that broadcast to (batch...): how many tokens of each
             sequence there are. Later ones are padding: not seen, and attention gives
             zeros for them.
+          cache: the tokens before `inputs`, which are its next ones. They are seen as
+            well.
+
+        Returns:
+          (batch..., tokens, out_features). With a cache, a pair of it and the cache
+          with these tokens in it.
 
         Raises:
           ValueError: for dims or arguments that do not go together.
         """
+        positions = _functional.token_positions(
+            positions, inputs.shape[-2], lengths, cache
+        )
         q, k, v = self.query(inputs), self.key(inputs), self.value(inputs)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rope_theta is not None:
-            q = _functional.rotary(q, positions, self.rope_theta)
-            k = _functional.rotary(k, positions, self.rope_theta)
+            q = _functional.rotary(q, positions, self.rope_theta, self.rope_scaling)
+            k = _functional.rotary(k, positions, self.rope_theta, self.rope_scaling)
+        if cache is not None:
+            cache = cache.append(k, v)
+            k, v = cache.keys, cache.values
         x = _functional.attend(
             q,
             k,
             v,
             precision=self.precision,
             lengths=lengths,
+            kv_length=None if cache is None else cache.length,
             causal=self.causal,
             window=self.window,
             scale=self.scale,
             implementation=self.implementation,
+            attention=self.attention,
         )
-        return self.out(x)
+        x = self.out(x)
+        return x if cache is None else (x, cache)
 
 
 class MultiHeadLatentAttention(nnx.Module):
@@ -257,6 +303,8 @@ class MultiHeadLatentAttention(nnx.Module):
       v_head_dim: channels of a value head.
       out_features: features of the output; in_features by default.
       rope_theta: base of the rotary embeddings.
+      rope_scaling: how the rotary frequencies are scaled for long contexts, of
+        `zyfa_jax.flax.rope`; None for not at all.
       norm_epsilon: added to the mean square in the norms of the latent vectors.
       scale: what logits are multiplied by; 1 / sqrt(channels of a query head) by
         default.
@@ -266,6 +314,8 @@ class MultiHeadLatentAttention(nnx.Module):
         the rounding (see `make_attention_fn`). The projections stay in `dtype`.
       kernel_init: initializer of the projections.
       implementation: as in `zyfa_jax.attention`.
+      attention: called in place of `zyfa_jax.attention`, with its arguments; for
+        sequences that are spread over devices.
       rngs: random keys for the parameters.
     """
 
@@ -281,6 +331,7 @@ class MultiHeadLatentAttention(nnx.Module):
         v_head_dim: int = 128,
         out_features: int | None = None,
         rope_theta: float = 10_000.0,
+        rope_scaling: RopeScaling | None = None,
         norm_epsilon: float = 1e-6,
         scale: float | None = None,
         dtype: Dtype | None = None,
@@ -288,6 +339,7 @@ class MultiHeadLatentAttention(nnx.Module):
         precision: Precision = None,
         kernel_init: Initializer = _default_kernel_init,
         implementation: Implementation | None = None,
+        attention: Callable[..., Any] | None = None,
         rngs: nnx.Rngs,
     ):
         _functional.check_precision(precision)
@@ -323,9 +375,31 @@ class MultiHeadLatentAttention(nnx.Module):
         self.kv_lora_rank = kv_lora_rank
         self.qk_nope_head_dim = qk_nope_head_dim
         self.rope_theta = rope_theta
+        self.rope_scaling = rope_scaling
         self.scale = scale
         self.precision: Precision = precision
         self.implementation = implementation
+        self.attention = attention
+
+    @overload
+    def __call__(
+        self,
+        inputs: Float[Array, "*b s f"],
+        *,
+        positions: Int[Array, "*b s"] | None = None,
+        lengths: Int[Array, "*b"] | None = None,
+        cache: None = None,
+    ) -> Float[Array, "*b s o"]: ...
+
+    @overload
+    def __call__(
+        self,
+        inputs: Float[Array, "*b s f"],
+        *,
+        positions: Int[Array, "*b s"] | None = None,
+        lengths: Int[Array, "*b"] | None = None,
+        cache: KeyValueCache,
+    ) -> tuple[Float[Array, "*b s o"], KeyValueCache]: ...
 
     def __call__(
         self,
@@ -333,28 +407,36 @@ class MultiHeadLatentAttention(nnx.Module):
         *,
         positions: Int[Array, "*b s"] | None = None,
         lengths: Int[Array, "*b"] | None = None,
-    ) -> Float[Array, "*b s o"]:
+        cache: KeyValueCache | None = None,
+    ) -> Any:
         """Applies attention to `inputs`; arguments as in `GroupedQueryAttention`."""
+        positions = _functional.token_positions(
+            positions, inputs.shape[-2], lengths, cache
+        )
         if self.q_lora_rank is None:
             q = self.query(inputs)
         else:
             q = self.query_up(self.query_norm(self.query_down(inputs)))
         latent, k_rope = jnp.split(self.kv_down(inputs), [self.kv_lora_rank], axis=-1)
-        q, k, v = _functional.latent_heads(
-            q,
-            self.kv_up(self.kv_norm(latent)),
-            k_rope,
-            qk_nope_head_dim=self.qk_nope_head_dim,
-            rope_theta=self.rope_theta,
-            positions=positions,
-        )
+        rope = positions, self.rope_theta, self.rope_scaling
+        q = _functional.latent_queries(q, self.qk_nope_head_dim, *rope)
+        k_rope = _functional.rotary(k_rope[..., None, :], *rope)
+        latent = self.kv_norm(latent)[..., None, :]
+        if cache is not None:
+            cache = cache.append(k_rope, latent)
+            k_rope, latent = cache.keys, cache.values
+        kv = self.kv_up(latent[..., 0, :])
+        k, v = _functional.latent_keys_values(kv, k_rope, self.qk_nope_head_dim)
         x = _functional.attend(
             q,
             k,
             v,
             precision=self.precision,
             lengths=lengths,
+            kv_length=None if cache is None else cache.length,
             scale=self.scale,
             implementation=self.implementation,
+            attention=self.attention,
         )
-        return self.out(x)
+        x = self.out(x)
+        return x if cache is None else (x, cache)
