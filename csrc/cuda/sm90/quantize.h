@@ -172,13 +172,13 @@ class WarpTile {
       for (const float value : y) largest = Maximum(largest, fabsf(value));
     });
     if constexpr (!kRotates) Pin();
-    return WarpMaximum(largest);
+    return WarpMaximum(largest) * Norm();
   }
 
   ZYFA_DEVICE float LargestFinite() const {
     float largest = 0.0f;
     ForEach([&](int, int, const Chunk& y) { IncludeFinite(y, largest); });
-    return WarpMaximum(largest);
+    return WarpMaximum(largest) * Norm();
   }
 
   // Of the lane's rows: see gpu::kStatistics.
@@ -235,17 +235,18 @@ class WarpTile {
     // Infinities become the largest FP8 number, to which this rounds; that
     // number times the largest descale would overflow.
     constexpr float kAlmostMax = 447.0f;
-    const float limit = kAlmostMax * descale;
     // Below this, remainders of the division could be too small for float32.
     const float factor = descale < 0x1p-60f ? 0x1p64f : 1.0f;
     descale *= factor;
+    const float limit = kAlmostMax * descale;
+    const float scale = Norm() * factor;
     const float inverse = 1.0f / descale;
     ForEach([&](int i, int j, const Chunk& y) {
       float quotients[kChunk];
 #pragma unroll
       for (int k = 0; k < kChunk; ++k) {
-        const float clamped = Maximum(Minimum(y[k], limit), -limit);
-        quotients[k] = Quotient(clamped * factor, descale, inverse);
+        const float clamped = Maximum(Minimum(y[k] * scale, limit), -limit);
+        quotients[k] = Quotient(clamped, descale, inverse);
       }
       const uint2 codes = {PackE4m3(quotients[0], quotients[1]) |
                                PackE4m3(quotients[2], quotients[3]) << 16,
@@ -299,17 +300,12 @@ class WarpTile {
     }
   }
 
+  // From the first-level cache each time, for want of registers.
   ZYFA_DEVICE void LoadMean(int j, Chunk& mean) const {
-    const auto* from =
-        reinterpret_cast<const float4*>(mean_ + channel_ + j * kChunkStride);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float4 x = __ldg(from + i);
-      mean[4 * i] = x.x;
-      mean[4 * i + 1] = x.y;
-      mean[4 * i + 2] = x.z;
-      mean[4 * i + 3] = x.w;
-    }
+    const float* from = mean_ + channel_ + j * kChunkStride;
+    const uint4 raw[] = {LoadIf(true, from, KeepPolicy()),
+                         LoadIf(true, from + 4, KeepPolicy())};
+    FromF32::Widen(raw, mean);
   }
 
   ZYFA_DEVICE void Widen(const uint4 (&raw)[kVectors], const Chunk& mean,
@@ -331,20 +327,24 @@ class WarpTile {
   ZYFA_DEVICE void ForEach(const Use& use) const {
 #pragma unroll
     for (int j = 0; j < kChunks; ++j) {
-      Chunk mean;
-      if (!kRotates && mean_ != nullptr) LoadMean(j, mean);
 #pragma unroll
       for (int i = 0; i < kSlots; ++i) {
         if (!IsValid(i)) continue;
         if constexpr (kRotates) {
           use(i, j, held_[i][j]);
         } else {
-          Chunk y;
+          Chunk y, mean;
+          if (mean_ != nullptr) LoadMean(j, mean);
           Widen(held_[i][j], mean, y);
           use(i, j, y);
         }
       }
     }
+  }
+
+  // What makes the rotation orthonormal: what is held lacks it.
+  ZYFA_DEVICE float Norm() const {
+    return kRotates ? 1.0f / sqrtf(static_cast<float>(hadamard_)) : 1.0f;
   }
 
   // Whether the matrix is so large that it joins lanes by that bit.
@@ -386,12 +386,6 @@ class WarpTile {
           value = __fmaf_rn(sign, value, other);
         }
       }
-    }
-    const float norm = 1.0f / sqrtf(static_cast<float>(hadamard_));
-#pragma unroll
-    for (auto& y : part) {
-#pragma unroll
-      for (float& value : y) value *= norm;
     }
   }
 
