@@ -114,17 +114,19 @@ def test_other_head_dims_take_jnp(run, dim):
     assert_same(z, x)
 
 
-def test_sharded_inputs_stay_where_they_are(cuda, host_kernels):
+@pytest.mark.parametrize("options", [{}, {"center": True}, EVERYTHING], ids=str)
+@pytest.mark.parametrize("axes", [P("x", None, "y"), P(None, "x")], ids=str)
+def test_sharded_inputs_stay_where_they_are(cuda, host_kernels, axes, options):
     mesh = jax.make_mesh(
         (2, 2), ("x", "y"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2
     )
     x = normal(4, 256, 2, 64)
-    sharded = jax.device_put(x, NamedSharding(mesh, P("x", None, "y")))
-    call = jax.jit(lambda x: by_kernel(x).detach())
+    sharded = jax.device_put(x, NamedSharding(mesh, axes))
+    call = jax.jit(lambda x: by_kernel(x, **options).detach())
     assert "all-gather" not in str(call.lower(sharded).compile().as_text())
     with cuda.running(host_kernels) as launches:
         z = jax.block_until_ready(call(sharded))
-    assert_same(z, x)
+    assert_same(z, x, **options)
     assert {launch.device for launch in launches} == {0, 1, 2, 3}
 
 
