@@ -151,7 +151,7 @@ struct Named {
 #define NAMED_OF(type)                                             \
   NAMED(type##_128), NAMED(type##_256), NAMED(type##_128_rotated), \
       NAMED(type##_256_rotated), NAMED(type##_128_rotated_whole),  \
-      NAMED(type##_256_rotated_whole), NAMED(type##_128_measure),      \
+      NAMED(type##_256_rotated_whole), NAMED(type##_128_measure),  \
       NAMED(type##_256_measure)
 constexpr Named kKernels[] = {NAMED_OF(bf16), NAMED_OF(f16), NAMED_OF(f32)};
 

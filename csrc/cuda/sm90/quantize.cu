@@ -8,7 +8,9 @@ namespace zyfa::sm90 {
 
 // Blocks of a multiprocessor, by the registers that a thread holds its numbers
 // in: enough of 512 threads to keep the memory busy.
-constexpr int QuantizeBlocks(int held) { return held <= 16 ? 3 : held <= 32 ? 2 : 1; }
+constexpr int QuantizeBlocks(int held) {
+  return held <= 16 ? 3 : held <= 32 ? 2 : 1;
+}
 
 }  // namespace zyfa::sm90
 
