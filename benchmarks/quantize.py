@@ -1,8 +1,8 @@
 """Speed of `quantize` on an NVIDIA GPU beside plain JAX, and of the memory itself.
 
 The kernels read their input once with a descale for each 128 tokens, else twice, and
-write FP8 once: these bytes count, and not those that take the mean. Inputs below the
-size of the L2 cache may come from there, as may a part of the second reading.
+write FP8 once: these bytes count. Inputs below the size of the L2 cache may come from
+there, as may a part of the second reading.
 """
 
 from __future__ import annotations
@@ -108,9 +108,8 @@ def _plainly(
 ) -> Any:
     """What `quantize` is on platforms without a kernel."""
     block = 128 if granularity == "block" else 0
-    rounding = primitive.Rounding(granularity, block, rotate)
-    mean = (primitive.mean_over_tokens(x).squeeze(1),) if center else ()
-    return primitive.define(x, *mean, rounding=rounding)
+    rounding = primitive.Rounding(granularity, block, center, rotate)
+    return primitive.define(x, rounding)
 
 
 def table(results: list[Result], copy: float) -> Table:

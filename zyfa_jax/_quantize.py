@@ -133,25 +133,25 @@ def quantize_by(
     rounding = primitive.Rounding(
         granularity,
         block=int(block) if granularity == "block" else 0,
+        center=bool(center),
         rotate=bool(rotate),
         implementation=implementation,
     )
-    z = _quantize(x, rounding=rounding, center=bool(center))
+    z = _quantize(x, rounding=rounding)
     return z if center or rotate else dataclasses.replace(z, source=x)
 
 
-@functools.partial(jax.jit, static_argnames=("rounding", "center"))
-def _quantize(x: Array, *, rounding: primitive.Rounding, center: bool) -> Quantized:
+@functools.partial(jax.jit, static_argnames="rounding")
+def _quantize(x: Array, *, rounding: primitive.Rounding) -> Quantized:
     """The source is None where it would be x itself."""
     if x.ndim == 3:
-        z = _quantize(x[None], rounding=rounding, center=center)
+        z = _quantize(x[None], rounding=rounding)
         return jax.tree.map(lambda leaf: leaf[0], z)
-    means = (primitive.mean_over_tokens(x),) if center else ()
-    operands = lax.stop_gradient((x, *(m.squeeze(1) for m in means)))
-    values, descale = _bind(*operands, rounding=rounding)
+    values, descale, *means = _bind(lax.stop_gradient(x), rounding=rounding)
     z = Quantized(values, descale, block=rounding.block)
-    if not (center or rounding.rotate):
+    if not (rounding.center or rounding.rotate):
         return z
+    means = [_as(m[:, None], primitive.mean_over_tokens(x)) for m in means]
     y, guard = primitive.prepare(x, *means, rounding=rounding)
     return dataclasses.replace(
         z,
@@ -161,10 +161,21 @@ def _quantize(x: Array, *, rounding: primitive.Rounding, center: bool) -> Quanti
     )
 
 
-def _bind(*operands: Array, rounding: primitive.Rounding) -> Any:
+@jax.custom_jvp
+def _as(value: Array, like: Array) -> Array:
+    """`value`, with the derivatives of `like`, which is not computed but for these."""
+    del like
+    return value
+
+
+@_as.defjvp
+def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return primals[0], tangents[1]
+
+
+def _bind(x: Array, rounding: primitive.Rounding) -> Any:
     bind = functools.partial(primitive.quantize_p.bind, rounding=rounding)
-    like = jax.eval_shape(bind, *operands)
-    return _compat.automatic_axes(bind, like)(*operands)
+    return _compat.automatic_axes(bind, jax.eval_shape(bind, x))(x)
 
 
 def _center(mean: Array, rotate: bool) -> Array:

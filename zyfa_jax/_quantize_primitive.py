@@ -1,13 +1,16 @@
 """What rounds to FP8, as a primitive: in jnp, or by the kernels of a platform.
 
-A call has one operand or two, and two results:
+A call has one operand, and two results or, centred, three:
 
-  x (B, S, H, D) bf16, f16 or f32; mean (B, H, D) float32, which is subtracted first
-  -> values (B, S, H, D) float8_e4m3fn, descale (B, H) or (B, H, ceil(S / block))
+  x (B, S, H, D) bf16, f16 or f32
+  -> values (B, S, H, D) float8_e4m3fn, descale (B, H) or (B, H, ceil(S / block)),
+     mean (B, H, D) float32, which was subtracted first
 
 The kernels take one pass over x where each of their tiles of 128 tokens of a head has
 its own descale. Else they take two: the first finds the descale of each tile, of which
-XLA takes the largest, and the second rounds.
+XLA takes the largest, and the second rounds. The mean takes one more, by XLA; or, where
+a platform's kernels measure, one that gives the sums, the largest and the smallest
+number of each channel in each tile: with the mean they tell the descales as well.
 """
 
 from __future__ import annotations
@@ -44,6 +47,13 @@ _GUARD_ABOVE = 2.0**64
 _MAX_TOKENS = 2**31 - 2**16
 _MAX_TOKEN_BYTES = 2**24
 _MAX_TILES = 2**23
+_ROUNDING = ("round", "both")
+"""Steps of the kernels that give values."""
+_MEASURING = ("cuda",)
+"""Platforms whose kernels take the step "measure"."""
+_STATISTICS = 4
+_SUM_SCALE = np.float32(2.0**-8)
+"""Of csrc/gpu/quantize_args.h."""
 
 quantize_p = Primitive("zyfa_quantize")
 quantize_p.multiple_results = True
@@ -57,6 +67,7 @@ class Rounding:
     Attributes:
       granularity: what shares a descale, "head", "tensor" or "block".
       block: tokens that share a descale; 0 if all of a head's tokens do.
+      center: whether each head's mean over tokens is subtracted.
       rotate: whether the last axis is rotated.
       tensors: how many arrays lie along the batch, each a tensor of its own.
       implementation: the platform whose kernel is asked for; None leaves it to the
@@ -65,6 +76,7 @@ class Rounding:
 
     granularity: str
     block: int
+    center: bool
     rotate: bool
     tensors: int = 1
     implementation: str | None = None
@@ -82,23 +94,26 @@ def _jitted(*operands: Array, rounding: Rounding) -> Sequence[Array]:
 
 
 @quantize_p.def_abstract_eval
-def _shapes(
-    x: ShapedArray, *mean: ShapedArray, rounding: Rounding
-) -> tuple[ShapedArray, ShapedArray]:
-    del mean
-    batch, tokens, heads, _ = x.shape
+def _shapes(x: ShapedArray, rounding: Rounding) -> tuple[ShapedArray, ...]:
+    batch, tokens, heads, dim = x.shape
     mesh = x.sharding.mesh
     b_axes, t_axes, h_axes, _ = _axes.of_dims(x.sharding, 4)
     shape, axes = [batch, heads], [b_axes, h_axes]
     if rounding.block:
         shape.append(-(-tokens // rounding.block))
         axes.append(_even(mesh, t_axes, tokens, rounding.block) or None)
-    descale = x.update(
-        shape=tuple(shape),
-        dtype=np.dtype(np.float32),
-        sharding=NamedSharding(mesh, PartitionSpec(*axes)),
+
+    def in_float32(shape: list[int], axes: list[Any]) -> ShapedArray:
+        sharding = NamedSharding(mesh, PartitionSpec(*axes))
+        dtype = np.dtype(np.float32)
+        return x.update(shape=tuple(shape), dtype=dtype, sharding=sharding)
+
+    mean = [in_float32([batch, heads, dim], [b_axes, h_axes, None])]
+    return (
+        x.update(dtype=np.dtype(FP8)),
+        in_float32(shape, axes),
+        *(mean if rounding.center else ()),
     )
-    return x.update(dtype=np.dtype(FP8)), descale
 
 
 def _batch(
@@ -107,18 +122,17 @@ def _batch(
     dims: Sequence[int | None],
     *,
     rounding: Rounding,
-) -> tuple[Sequence[Array], tuple[int, int]]:
+) -> tuple[Sequence[Array], Sequence[int]]:
     """Folds the mapped axis into the batch, whose front it becomes."""
     size = axis_data.size
-    folded = [
-        _axes.fold(x, dim, 0, axis_data) for x, dim in zip(operands, dims, strict=True)
-    ]
+    ((x,), (dim,)) = operands, dims
+    folded = _axes.fold(x, dim, 0, axis_data)
     rounding = dataclasses.replace(rounding, tensors=rounding.tensors * size)
     unfolded = []
-    for y in quantize_p.bind(*folded, rounding=rounding):
+    for y in quantize_p.bind(folded, rounding=rounding):
         y = y.reshape(size, y.shape[0] // size, *y.shape[1:])
         unfolded.append(_axes.constrain(y, 0, axis_data.spmd_name))
-    return unfolded, (0, 0)
+    return unfolded, [0] * len(unfolded)
 
 
 batching.fancy_primitive_batchers[quantize_p] = _batch
@@ -143,7 +157,13 @@ def _lower(
         if split:
             mesh = jax.sharding.get_mesh()
             tiles = functools.partial(_split_tiles, target, rounding, mesh)
-        fun = functools.partial(_by_kernel, tiles=tiles, rounding=rounding)
+        kernel = rounding.implementation or platform
+        fun = functools.partial(
+            _by_kernel,
+            tiles=tiles,
+            rounding=rounding,
+            measures=kernel in _MEASURING,
+        )
     # Devices hold what they hold: what is traced here names no mesh.
     plain = ctx.replace(
         avals_in=[ShapedArray(x.shape, x.dtype) for x in avals],
@@ -163,15 +183,17 @@ for _platform in ("cpu", "rocm", "cuda"):
 # ---- In jnp
 
 
-def define(x: Array, *mean: Array, rounding: Rounding) -> tuple[Array, Array]:
-    """(values, descale): what every implementation of a call computes."""
-    y, guard = prepare(x, *(m[:, None] for m in mean), rounding=rounding)
+def define(x: Array, rounding: Rounding) -> tuple[Array, ...]:
+    """(values, descale, mean): what every implementation of a call computes."""
+    mean = [mean_over_tokens(x)] if rounding.center else []
+    y, guard = prepare(x, *mean, rounding=rounding)
     values, descale = _round(y, rounding)
     # Compilers for GPUs take a conversion to FP8 and back for nothing.
     values = lax.optimization_barrier(values)
-    return values, descale / guard.reshape(
+    descale = descale / guard.reshape(
         *guard.shape[:1], guard.shape[2], *(1 for _ in descale.shape[2:])
     )
+    return values, descale, *(m.squeeze(1) for m in mean)
 
 
 def prepare(x: Array, *mean: Array, rounding: Rounding) -> tuple[Array, Array]:
@@ -304,11 +326,58 @@ def _takes(shape: tuple[Any, ...]) -> bool:
 
 
 def _by_kernel(
-    x: Array, *mean: Array, tiles: Any, rounding: Rounding
+    x: Array, *, tiles: Any, rounding: Rounding, measures: bool
+) -> tuple[Array, ...]:
+    mean: list[Array] = []
+    found = None
+    if rounding.center and measures:
+        (statistics,) = tiles("measure", x)
+        mean = [_measured_mean(statistics)]
+        if not rounding.rotate:
+            found = _measured_descales(statistics, *mean)
+    elif rounding.center:
+        mean = [mean_over_tokens(x).squeeze(1)]
+    return *_rounded(x, *mean, found=found, tiles=tiles, rounding=rounding), *mean
+
+
+def _measured_mean(statistics: Array) -> Array:
+    """`mean_over_tokens`, (B, H, D), of sums in another order."""
+    total, count = statistics[:, :, :, 0], statistics[:, :, :, 1]
+    bits = 32
+    if isinstance(total.shape[2], int):
+        bits = total.shape[2].bit_length()
+    small = np.float32(2.0**-bits)
+    count = jnp.maximum(count.astype(jnp.int32).sum(axis=2), 1).astype(jnp.float32)
+    return (total * small).sum(axis=2) / (count * (small * _SUM_SCALE))
+
+
+def _measured_descales(statistics: Array, mean: Array) -> Array:
+    """What the kernels find of x less the mean, bit for bit: (B, H, tiles).
+
+    The largest magnitude of differences is that of the largest or the smallest number:
+    rounding keeps the order.
+    """
+    count, high, low = (statistics[:, :, :, i] for i in (1, 2, 3))
+    high, low = (jnp.where(count > 0, x, 0) for x in (high, low))
+    mean = jnp.where(count > 0, mean[:, :, None], 0)
+    ends = jnp.maximum(jnp.maximum(abs(high), abs(low)), abs(mean))
+    largest = jnp.max(ends, axis=3, keepdims=True)
+    guard = jnp.where(largest > _GUARD_ABOVE, np.float32(1 / _GUARD_ABOVE), 1)
+    differences = jnp.maximum(
+        abs(high * guard - mean * guard), abs(low * guard - mean * guard)
+    )
+    largest = jnp.max(differences, axis=3)
+    descale = jnp.where(largest == 0, 0, _descale(largest))
+    return descale / guard.squeeze(3)
+
+
+def _rounded(
+    x: Array, *mean: Array, found: Any, tiles: Any, rounding: Rounding
 ) -> tuple[Array, Array]:
+    """(values, descale); `found` are the tiles' descales; None: unknown."""
     if rounding.block == TILE:
         return tiles("both", x, *mean)
-    (found,) = tiles("find", x, *mean)
+    found = tiles("find", x, *mean)[0] if found is None else found
     count = found.shape[2]
     if rounding.block:
         per_block = rounding.block // TILE
@@ -329,10 +398,17 @@ def _tiles(
     step: str, x: Array, *operands: Array, target: str, rotate: bool
 ) -> Sequence[Array]:
     """One launch: see csrc/ffi/quantize_handlers.h."""
-    batch, tokens, heads, _ = x.shape
+    batch, tokens, heads, dim = x.shape
     values = jax.ShapeDtypeStruct(x.shape, FP8)
-    found = jax.ShapeDtypeStruct((batch, heads, -(-tokens // TILE)), jnp.float32)
-    results = {"find": [found], "round": [values], "both": [values, found]}[step]
+    of_tiles = batch, heads, -(-tokens // TILE)
+    found = jax.ShapeDtypeStruct(of_tiles, jnp.float32)
+    statistics = jax.ShapeDtypeStruct((*of_tiles, _STATISTICS, dim), jnp.float32)
+    results = {
+        "find": [found],
+        "round": [values],
+        "both": [values, found],
+        "measure": [statistics],
+    }[step]
     call = jax.ffi.ffi_call(target, results)
     return call(x, *operands, step=step, rotate=np.bool_(rotate))
 
@@ -376,7 +452,8 @@ def _sharding_rule(
     tokens = "(n t)" if whole else "s"
     given = ["b h n"] * (step == "round")
     mean = ["b h d"] * (len(operands) - 1 - len(given))
-    outs = [f"b {tokens} h d"] * (step != "find") + ["b h n"] * (step != "round")
+    found = "b h n c d" if step == "measure" else "b h n"
+    outs = [f"b {tokens} h d"] * (step in _ROUNDING) + [found] * (step != "round")
     rule = ", ".join([f"b {tokens} h d", *given, *mean]) + " -> " + ", ".join(outs)
     return rule, {"t": TILE} if whole else {}
 
@@ -411,7 +488,7 @@ def _partition(
     of_tiles = place(batch, heads, tokens)
     given = [of_tiles] * (step == "round")
     mean = [place(batch, heads, None)] * (len(operands) - 1 - len(given))
-    outs = [of_x] * (step != "find") + [of_tiles] * (step != "round")
+    outs = [of_x] * (step in _ROUNDING) + [of_tiles] * (step != "round")
 
     def shard(*operands: Array) -> tuple[Array, ...]:
         with _compat.without_mesh():

@@ -17,6 +17,9 @@ const std::set<std::string>& QuantizeKernels() {
   static auto* const names = [] {
     auto* all = new std::set<std::string>;
     for (const char* type : {"bf16", "f16", "f32"}) {
+      for (const int kernel_dim : {128, gpu::kMaxQuantizeDim}) {
+        all->insert(MeasureKernel(type, kernel_dim));
+      }
       for (const bool rotates : {false, true}) {
         for (int dim = gpu::kChunk; dim <= gpu::kMaxQuantizeDim;
              dim += gpu::kChunk) {

@@ -74,19 +74,26 @@ std::string QuantizeKernel(const std::string& type, int kernel_dim,
          (chunks > 1 ? "_whole" : "");
 }
 
+std::string MeasureKernel(const std::string& type, int kernel_dim) {
+  return std::string("zyfa_quantize_") + type + "_" +
+         std::to_string(kernel_dim) + "_measure";
+}
+
 ffi::ErrorOr<QuantizeLaunch> DecodeQuantize(const QuantizeCall& call,
                                             const QuantizePlatform& platform) {
   const std::string kernels =
       std::string("the ") + platform.name + " kernels take ";
   const bool rounds_only = call.step == "round";
-  const bool finds_only = call.step == "find";
+  const bool measures = platform.measures && call.step == "measure";
+  const bool finds_only = measures || call.step == "find";
   if (!rounds_only && !finds_only && call.step != "both") {
     return Invalid("step must be find, round or both, got " +
                    std::string(call.step));
   }
   const size_t fewest = rounds_only ? 1 : 0;
+  const size_t most = measures ? 0 : fewest + 1;
   const size_t results = rounds_only || finds_only ? 1 : 2;
-  if (call.operands.size() < fewest || call.operands.size() > fewest + 1 ||
+  if (call.operands.size() < fewest || call.operands.size() > most ||
       call.results.size() != results) {
     return Invalid("wrong number of operands or results");
   }
@@ -150,8 +157,10 @@ ffi::ErrorOr<QuantizeLaunch> DecodeQuantize(const QuantizeCall& call,
   if (!rounds_only) {
     auto buffer = call.results.get<ffi::AnyBuffer>(results - 1);
     if (buffer.has_error()) return ffi::Unexpected(buffer.error());
-    const auto found = Take<float>("found", **buffer, ffi::DataType::F32,
-                                   {batch, heads, tiles});
+    Dims found_dims = {batch, heads, tiles};
+    if (measures) found_dims.insert(found_dims.end(), {gpu::kStatistics, dim});
+    const auto found =
+        Take<float>("found", **buffer, ffi::DataType::F32, found_dims);
     if (found.has_error()) return ffi::Unexpected(found.error());
     args.found = *found;
   }
@@ -162,11 +171,13 @@ ffi::ErrorOr<QuantizeLaunch> DecodeQuantize(const QuantizeCall& call,
   args.head_dim = narrow(dim);
   args.hadamard = narrow(PowerOfTwoIn(dim));
   args.zero_descale = finds_only ? 0.0f : 1.0f;
-  const int chunks = gpu::PartChunks(args.hadamard, call.rotate);
+  const int chunks = gpu::PartChunks(args.hadamard, call.rotate && !measures);
   args.row_inverse =
       gpu::RowInverse(static_cast<uint32_t>(args.head_dim / (kChunk * chunks)));
   const gpu::QuantizePlan plan = platform.plan(args.head_dim, chunks);
-  launch.kernel = QuantizeKernel(type, plan.kernel_dim, call.rotate, chunks);
+  launch.kernel =
+      measures ? MeasureKernel(type, plan.kernel_dim)
+               : QuantizeKernel(type, plan.kernel_dim, call.rotate, chunks);
   launch.groups = static_cast<uint32_t>(batch * heads * tiles);
   launch.threads = static_cast<uint32_t>(plan.threads);
   return launch;

@@ -31,6 +31,7 @@ struct QuantizeCall {
 struct QuantizePlatform {
   const char* name;
   gpu::QuantizePlan (*plan)(int head_dim, int chunks);
+  bool measures;  // whether there are kernels for the step "measure"
 };
 
 // Where there is nothing to do, `groups` is 0.
@@ -41,9 +42,11 @@ struct QuantizeLaunch {
   uint32_t threads;
 };
 
-// The name of the kernel for a type ("bf16", "f16" or "f32").
+// The name of the kernel for a type ("bf16", "f16" or "f32"), and of the one
+// that measures.
 std::string QuantizeKernel(const std::string& type, int kernel_dim,
                            bool rotates, int chunks);
+std::string MeasureKernel(const std::string& type, int kernel_dim);
 
 xla::ffi::ErrorOr<QuantizeLaunch> DecodeQuantize(
     const QuantizeCall& call, const QuantizePlatform& platform);

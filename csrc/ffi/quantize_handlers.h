@@ -11,9 +11,11 @@ namespace zyfa {
 //   "find"   x, [mean]        -> found
 //   "round"  x, given, [mean] -> values
 //   "both"   x, [mean]        -> values, found
+//   "measure"  x              -> statistics, of each channel    (CUDA alone)
 //
 //   x (B, S, H, D) bf16, f16 or f32; values (B, S, H, D) e4m3fn
 //   mean (B, H, D); found, given (B, H, ceil(S / 128)), descales    float32
+//   statistics (B, H, ceil(S / 128), 4, D) float32: see quantize_args.h
 //
 // The attribute `rotate` asks for Hadamard matrices of the largest power of two
 // in D. What "find" finds for a tile without any magnitude is 0, and "both" 1.

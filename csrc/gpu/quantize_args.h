@@ -13,14 +13,21 @@ constexpr int kMaxQuantizeDim = 256;
 constexpr int kChunk = 8;         // elements that a lane has in a row, at least
 constexpr int kRotatedLanes = 8;  // that hold a row of a matrix, at most
 
+// What is measured of the finite numbers of a channel in a tile: their sum
+// times kSumScale, which keeps it finite; how many there are; the largest (-inf
+// if there is none) and the smallest (inf).
+constexpr int kStatistics = 4;
+constexpr float kSumScale = 1.0f / 256;
+
 // A kernel rounds x, less the mean and rotated, to FP8 by given descales; or
-// finds the descale of each tile; or both.
+// finds the descale of each tile; or both. Or it measures each tile.
 struct QuantizeArgs {
   const void* x;         // (batch, tokens, heads, head_dim)
   const float* mean;     // (batch, heads, head_dim); null: zeros
   const float* given;    // (batch, heads, tiles), descales; null: the found
   void* values;          // (batch, tokens, heads, head_dim); null: none
-  float* found;          // (batch, heads, tiles), descales; null: none
+  float* found;          // (batch, heads, tiles), descales; null: none; or
+                         // (batch, heads, tiles, kStatistics, head_dim)
   int32_t tokens;        // of a head
   int32_t heads;         //
   int32_t head_dim;      //

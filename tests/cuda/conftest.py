@@ -5,6 +5,7 @@ import pathlib
 
 import bridge
 import cuda_bridge
+import jax
 import pytest
 
 from zyfa_jax import _ffi
@@ -33,10 +34,30 @@ def stand_in(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def host_kernels(tmp_path_factory):
+    """What runs the launches of quantisation kernels."""
+    library = tmp_path_factory.mktemp("kernels") / "quantize_on_host.so"
+    bridge.build(str(HERE / "quantize_on_host.cc"), library)
+    return cuda_bridge.HostKernels(library)
+
+
+@pytest.fixture(scope="session")
 def xla(tmp_path_factory):
     """XLA's side of the handlers."""
     path = tmp_path_factory.mktemp("xla") / "xla_side.so"
     return bridge.XlaSide(bridge.build("xla_side.cc", path))
+
+
+@pytest.fixture(scope="session")
+def gpu():
+    """The first GPU. Who asks by the marker for what is not here gets a failure."""
+    try:
+        device, *_ = jax.devices("cuda")
+    except RuntimeError as error:
+        pytest.fail(f"JAX sees no NVIDIA GPU: {error}")
+    if not _ffi.has_kernel("cuda"):
+        pytest.fail(_ffi.detail("cuda"))
+    return device
 
 
 @pytest.fixture

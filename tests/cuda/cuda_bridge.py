@@ -7,6 +7,8 @@ maps, and so shows that these, too, are right.
 from __future__ import annotations
 
 import ctypes
+import pathlib
+import threading
 from typing import Any, ClassVar
 
 import bridge
@@ -185,27 +187,20 @@ def _bytes(address: int, size: int) -> np.ndarray:
     return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
 
-def quantize(launch: bridge.Launch) -> None:
-    """Runs a launch of a quantisation kernel, without a rotation."""
-    args: Any = launch.args
-    parts = args.head_dim // 8
-    rows = 32 if args.head_dim <= 128 else 16
-    assert launch.kernel.split("_")[3] == ("128" if rows == 32 else "256")
-    assert launch.block == (-(-rows * parts // 32) * 32, 1, 1)
-    assert launch.shared_bytes == 0
-    arrays = {name: buffer.array() for name, buffer in launch.buffers().items()}
-    x = arrays["x"].astype(np.float32)
-    if "mean" in arrays:
-        x = x - arrays["mean"][:, None]
-    starts = np.arange(0, args.tokens, bridge.QUANTIZE_TILE)
-    descale = arrays.get("given")
-    if descale is None:
-        largest = np.maximum.reduceat(np.abs(x).max(axis=3), starts, axis=1)
-        descale = arrays["found"]
-        descale[...] = largest.swapaxes(1, 2) * np.float32(1 / 448)
-        descale[descale == 0] = args.zero_descale
-    if "values" in arrays:
-        tile = np.arange(args.tokens) // bridge.QUANTIZE_TILE
-        per_token = descale[:, :, tile].swapaxes(1, 2)[..., None]
-        values = arrays["values"]
-        values[...] = np.clip(x / per_token, -448, 448).astype(values.dtype)
+class HostKernels:
+    """The quantisation kernels' source, compiled for the host: runs their launches."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        self._library.quantize_on_host.restype = ctypes.c_bool
+        self._one_at_a_time = threading.Lock()
+
+    def __call__(self, launch: bridge.Launch) -> None:
+        assert launch.shared_bytes == 0
+        with self._one_at_a_time:
+            assert self._library.quantize_on_host(
+                launch.kernel.encode(),
+                launch.grid[0],
+                launch.block[0],
+                launch.kernarg,
+            )

@@ -530,8 +530,10 @@ with contextlib.ExitStack() as broken:
             (BF16, F16, F32), (64, 128, 192, 256), (False, True)
         ):
             x = np.zeros((1, 5, 1, dim), dtype)
-            jax.block_until_ready(quantize_by("cuda", x, rotate=rotate))
+            jax.block_until_ready(
+                quantize_by("cuda", x, center=True, rotate=rotate)
+            )
 print(len(launches), len(quantized))
 """
     program = program.replace("XLA_SIDE", repr(str(xla.path)))
-    assert in_a_process(cuda, program) == "12 18"
+    assert in_a_process(cuda, program) == "12 24"

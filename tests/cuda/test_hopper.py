@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 import zyfa_jax
 from benchmarks import families
 from benchmarks.shapes import DEEPSEEK_V2_LITE, MISTRAL_7B
-from zyfa_jax import Quantized, _ffi, quantize, reference
+from zyfa_jax import Quantized, quantize, reference
 from zyfa_jax.__main__ import main
 
 pytestmark = pytest.mark.cuda
@@ -29,16 +29,9 @@ BOUNDS = {BF16: 5e-3, F16: 2e-3, FP8: 0.045}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def gpu():
-    """The first GPU. Who asks by the marker for what is not here gets a failure."""
-    try:
-        device, *_ = jax.devices("cuda")
-    except RuntimeError as error:
-        pytest.fail(f"JAX sees no NVIDIA GPU: {error}")
-    if not _ffi.has_kernel("cuda"):
-        pytest.fail(_ffi.detail("cuda"))
-    with jax.default_device(device):
-        yield device
+def on_gpu(gpu):
+    with jax.default_device(gpu):
+        yield
 
 
 def inputs(dtype=BF16, dims=(128, 128), **options) -> tuple[Any, ...]:
@@ -379,9 +372,8 @@ def test_in_a_graph(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     [thunks] = tmp_path.glob("*jit_layers.thunk_sequence_after_thunk_passes.txt")
-    kinds = [line.split()[1] for line in thunks.read_text().splitlines() if line]
-    assert "kCommandBuffer" in kinds
-    assert "kCustomCall" not in kinds
+    # All of the program: nothing is before it, and nothing after.
+    assert "000: kCommandBuffer [source | sink]" in thunks.read_text()
 
 
 def test_the_check_of_every_kernel_passes(capfd):

@@ -1,10 +1,11 @@
-"""`quantize` by the kernels on a Hopper GPU, against jnp on the CPU: `pytest -m cuda`.
+"""What the quantisation kernels for Hopper compute, against jnp on the CPU.
 
 To the bit; where rows are rotated, within what the order of float32 sums leaves open.
+Their source runs compiled for the host, launched through the whole path on a stand-in
+for CUDA; by `pytest -m cuda` their machine code on a GPU.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,166 +23,168 @@ from _quantized import (
     on_cpu,
 )
 
-from zyfa_jax import _ffi, quantize
+from zyfa_jax import quantize
 from zyfa_jax._quantize import quantize_by
 
-pytestmark = pytest.mark.cuda
-
+on_gpu = pytest.mark.cuda
 BY_BLOCK = {"granularity": "block"}
 
-
-@pytest.fixture(scope="module", autouse=True)
-def gpu():
-    """The first GPU. Who asks by the marker for what is not here gets a failure."""
-    try:
-        device, *_ = jax.devices("cuda")
-    except RuntimeError as error:
-        pytest.fail(f"JAX sees no NVIDIA GPU: {error}")
-    if not _ffi.has_kernel("cuda"):
-        pytest.fail(_ffi.detail("cuda"))
-    with jax.default_device(device):
-        yield device
+by_kernel = functools.partial(quantize_by, "cuda")
 
 
-def run(x, **options):
-    """The kernels' result on the host, the same when run again."""
-    call = functools.partial(quantize_by, "cuda", **options)
-    z, again = (jax.device_get(call(x).detach()) for _ in range(2))
-    for a, b in zip(jax.tree.leaves(z), jax.tree.leaves(again), strict=True):
-        np.testing.assert_array_equal(bits(a), bits(b))
-    return z
+@pytest.fixture(params=["host", pytest.param("gpu", marks=on_gpu)])
+def run(request):
+    """Gives a call's result, on the host."""
+    if request.param == "host":
+        cuda, kernels = map(request.getfixturevalue, ("cuda", "host_kernels"))
+
+        def on_host(call, x):
+            with cuda.running(kernels) as launches:
+                z = jax.block_until_ready(call(x).detach())
+            assert launches
+            return jax.device_get(z)
+
+        yield on_host
+        return
+
+    def twice(call, x):
+        z, again = (jax.device_get(call(x).detach()) for _ in range(2))
+        for a, b in zip(jax.tree.leaves(z), jax.tree.leaves(again), strict=True):
+            np.testing.assert_array_equal(bits(a), bits(b))
+        return z
+
+    with jax.default_device(request.getfixturevalue("gpu")):
+        yield twice
 
 
-def check(x, **options):
-    z = run(x, **options)
+def check(run, x, **options):
+    z = run(functools.partial(by_kernel, **options), x)
     assert_same(z, x, **options)
     return z
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("dim", [128, 192])
-def test_every_option(dim, options):
-    check(normal(2, 131, 2, dim), **options)
+def test_every_option(run, options):
+    check(run, normal(2, 131, 2, 128), **options)
 
 
-@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3], EVERYTHING], ids=str)
+@pytest.mark.parametrize("options", [BY_BLOCK, EVERYTHING], ids=str)
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
-@pytest.mark.parametrize("dtype", [F16, F32], ids=str)
-def test_every_dtype(dtype, dim, options):
-    check(normal(1, 131, 2, dim, dtype=dtype), **options)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+def test_every_kernel(run, dtype, dim, options):
+    check(run, normal(1, 131, 2, dim, dtype=dtype), **options)
 
 
 @pytest.mark.parametrize("rotate", [False, True])
-@pytest.mark.parametrize("dim", [8, 16, 24, 32, 40, 64, 72, 96, 136, 160, 248, 256])
-def test_every_head_dim(dim, rotate):
-    check(normal(1, 130, 3, dim), center=True, rotate=rotate)
+@pytest.mark.parametrize("dim", [8, 24, 40, 72, 96, 136, 248])
+def test_other_head_dims(run, dim, rotate):
+    check(run, normal(1, 130, 3, dim), center=True, rotate=rotate, **BY_BLOCK)
 
 
 @pytest.mark.parametrize("tokens", [1, 127, 128, 129, 385])
 @pytest.mark.parametrize("options", [{}, BY_BLOCK, {**BY_BLOCK, "block": 256}], ids=str)
-def test_every_length(tokens, options):
-    check(normal(tokens, 3, 64), **options)
+def test_every_length(run, tokens, options):
+    check(run, normal(tokens, 3, 64), **options)
 
 
+@on_gpu
 @pytest.mark.parametrize("options", [{}, EVERYTHING], ids=str)
-def test_several_rounds_of_blocks(options):
-    check(normal(2, 5000, 12, 128), **options)
+def test_several_rounds_of_blocks(gpu, options):
+    x = normal(2, 5000, 12, 128)
+    with jax.default_device(gpu):
+        z = jax.device_get(by_kernel(x, **options).detach())
+    assert_same(z, x, **options)
 
 
 @pytest.mark.parametrize("options", OPTIONS[::3], ids=str)
-def test_zeros(options):
+def test_zeros(run, options):
     x = np.zeros((1, 131, 2, 128), BF16)
     x[:, 128:, 1] = 3
-    check(x, **options)
+    check(run, x, **options)
 
 
-def test_zeros_keep_their_sign():
+def test_zeros_keep_their_sign(run):
     x = normal(1, 5, 1, 64)
     x[0, 2] = -0.0
     x[0, 3] = 0.0
-    z = check(x)
+    z = check(run, x)
     assert (bits(z.values)[0, 2] == 0x80).all()
 
 
-@pytest.mark.parametrize("options", OPTIONS[:4], ids=str)
+@pytest.mark.parametrize("options", [OPTIONS[0], EVERYTHING], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
-def test_extremes(dtype, options):
+def test_extremes(run, dtype, options):
     """Of one sign each, so that rotated rows have the largest sums there are."""
     info = ml_dtypes.finfo(dtype)
     for extreme in (info.max, -info.max, info.smallest_normal):
         x = normal(1, 131, 2, 128, dtype=dtype)
         x[:, ::2] = extreme
-        z = check(x, **options)
+        z = check(run, x, **options)
         assert np.isfinite(np.asarray(z.values, np.float32)).all()
 
 
 @pytest.mark.parametrize("options", [{}, EVERYTHING], ids=str)
-@pytest.mark.parametrize("scale", [2.0**-60, 2.0**-80, 2.0**-100, 2.0**63, 2.0**115])
-def test_any_scale(scale, options):
+@pytest.mark.parametrize("scale", [2.0**-60, 2.0**-100, 2.0**115])
+def test_any_scale(run, scale, options):
     x = (normal(1, 131, 1, 64, dtype=F32) * np.float32(scale)).astype(BF16)
-    check(x, **options)
+    check(run, x, **options)
 
 
-def test_subnormals():
+def test_subnormals(run):
     """XLA's CPU code may flush them; the kernels do not."""
     tiny = ml_dtypes.finfo(BF16).smallest_subnormal
-    z = run(np.full((1, 4, 1, 64), tiny, BF16))
+    z = run(by_kernel, np.full((1, 4, 1, 64), tiny, BF16))
     assert float(z.descale[0, 0]) == np.finfo(np.float32).smallest_normal
     got = np.asarray(z.values, np.float64) * float(z.descale[0, 0])
     np.testing.assert_array_equal(got, float(tiny))
 
 
-@pytest.mark.parametrize("options", [*OPTIONS[:4], EVERYTHING], ids=str)
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[2], EVERYTHING], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
-def test_nan_and_infinity(dtype, options):
+def test_nan_and_infinity(run, dtype, options):
     x = normal(1, 260, 2, 64, dtype=dtype)
     x[0, 3, 1, 2] = np.nan
     x[0, 130, 0, 7] = -np.inf
     x[0, 131, 0, 0] = np.inf
     x[0, 259, 1] = np.inf
-    assert_same_beside_nan(run(x, **options), x, **options)
+    z = run(functools.partial(by_kernel, **options), x)
+    assert_same_beside_nan(z, x, **options)
 
 
-def test_nan_of_every_kind():
+def test_nan_of_every_kind(run):
     x = normal(1, 5, 1, 64)
     for i, code in enumerate((0x7FC0, 0xFFC0, 0x7F81, 0xFF81, 0x7FFF)):
         x.view(np.uint16)[0, i, 0, i] = code
-    z = run(x)
+    z = run(by_kernel, x)
     values = np.asarray(z.values, np.float32)
     np.testing.assert_array_equal(np.isnan(values), np.isnan(x.astype(np.float32)))
     np.testing.assert_array_equal(z.descale, on_cpu(x).descale)
 
 
 @pytest.mark.parametrize("options", [OPTIONS[0], EVERYTHING], ids=str)
-def test_vmap(options):
+def test_vmap(run, options):
     x = normal(3, 2, 130, 1, 64)
     x[1] *= np.array(2.0**100, BF16)
-    z = jax.device_get(jax.vmap(functools.partial(quantize_by, "cuda", **options))(x))
+    z = run(jax.vmap(functools.partial(by_kernel, **options)), x)
     for i in range(3):
         assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], z), x[i], **options)
 
 
-@pytest.mark.parametrize("dim", [4, 12, 264])
-def test_other_head_dims_take_jnp(dim):
-    x = normal(1, 5, 1, dim)
-    expected = on_cpu(x)
-    z = jax.device_get(quantize_by("cuda", x))
-    np.testing.assert_allclose(z.descale, expected.descale, rtol=1e-6)
-
-
-def test_users_get_the_kernel():
-    x = jnp.asarray(normal(1, 300, 2, 128))
+@on_gpu
+def test_users_get_the_kernel(gpu):
+    x = jax.device_put(normal(1, 300, 2, 128), gpu)
     text = jax.jit(lambda x: quantize(x).detach()).lower(x).as_text()
     assert text.count("custom_call @zyfa_quantize") == 2
 
 
-def test_past_32_bit_offsets():
+@on_gpu
+def test_past_32_bit_offsets(gpu):
     """2.5e9 elements; all zero but for the last token."""
     tokens, heads = 300_000, 64
     tail = normal(1, 1, heads, 128)
-    x = jnp.zeros((1, tokens, heads, 128), BF16).at[:, -1:].set(tail)
-    call: Any = jax.jit(lambda x: quantize_by("cuda", x).detach())
-    z = call(x)
+    with jax.default_device(gpu):
+        x = jnp.zeros((1, tokens, heads, 128), BF16).at[:, -1:].set(tail)
+        z = jax.jit(lambda x: by_kernel(x).detach())(x)
     expected = on_cpu(tail)
     np.testing.assert_array_equal(bits(z.descale), bits(expected.descale))
     exact = tail.astype(F32) / np.asarray(z.descale)[:, None, :, None]

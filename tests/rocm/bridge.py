@@ -353,7 +353,8 @@ def build(source: str, library: pathlib.Path) -> pathlib.Path:
     subprocess.run(
         [
             *("g++", "-std=c++17", "-O1", "-Wall", "-shared", "-fPIC"),
-            *("-fvisibility=hidden", "-isystem", jax.ffi.include_dir(), f"-I{here}"),
+            *("-fvisibility=hidden", "-ffp-contract=off", "-Wno-unknown-pragmas"),
+            *("-isystem", jax.ffi.include_dir(), f"-I{here}", f"-I{here.parents[1]}"),
             *("-o", str(library), str(here / source)),
         ],
         check=True,

@@ -125,12 +125,13 @@ class WarpTile {
     const uint32_t parts = args.head_dim / (kChunk * kChunks);
     const uint32_t row =
         (threadIdx.x * args.row_inverse) >> gpu::kRowInverseShift;
+    row_ = static_cast<int>(row);
     channel_ = static_cast<int>((threadIdx.x - row * parts) * kChunk);
     const int token = args.heads * args.head_dim;
-    element_ = static_cast<int>(row) * token + channel_;
+    element_ = row_ * token + channel_;
     step_ = kRows * token;
     // The last warp may have threads beyond the step's last row.
-    valid_ = row < kRows ? valid_tokens - static_cast<int>(row) : 0;
+    valid_ = row_ < kRows ? valid_tokens - row_ : 0;
     mean_ = args.mean == nullptr ? nullptr : args.mean + head * args.head_dim;
   }
 
@@ -171,14 +172,42 @@ class WarpTile {
       for (const float value : y) largest = Maximum(largest, fabsf(value));
     });
     if constexpr (!kRotates) Pin();
-    return WarpMaximum(largest);
+    return WarpMaximum(largest) * Norm();
   }
 
   ZYFA_DEVICE float LargestFinite() const {
     float largest = 0.0f;
     ForEach([&](int, int, const Chunk& y) { IncludeFinite(y, largest); });
-    return WarpMaximum(largest);
+    return WarpMaximum(largest) * Norm();
   }
+
+  // Of the lane's rows: see gpu::kStatistics.
+  ZYFA_DEVICE void Measure(
+      float (&statistics)[gpu::kStatistics][kChunk]) const {
+    Chunk& sum = statistics[0];
+    Chunk& count = statistics[1];
+    Chunk& high = statistics[2];
+    Chunk& low = statistics[3];
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) {
+      sum[k] = count[k] = 0.0f;
+      high[k] = __uint_as_float(kInfinityBits | 0x80000000u);
+      low[k] = __uint_as_float(kInfinityBits);
+    }
+    ForEach([&](int, int, const Chunk& y) {
+#pragma unroll
+      for (int k = 0; k < kChunk; ++k) {
+        if (!IsFinite(y[k])) continue;
+        sum[k] = __fmaf_rn(y[k], gpu::kSumScale, sum[k]);
+        count[k] += 1.0f;
+        high[k] = fmaxf(high[k], y[k]);
+        low[k] = fminf(low[k], y[k]);
+      }
+    });
+  }
+
+  ZYFA_DEVICE int row() const { return row_; }
+  ZYFA_DEVICE int channel() const { return channel_; }
 
   // What to multiply input and mean with so that no sum overflows.
   ZYFA_DEVICE float Guard() const {
@@ -206,17 +235,18 @@ class WarpTile {
     // Infinities become the largest FP8 number, to which this rounds; that
     // number times the largest descale would overflow.
     constexpr float kAlmostMax = 447.0f;
-    const float limit = kAlmostMax * descale;
     // Below this, remainders of the division could be too small for float32.
     const float factor = descale < 0x1p-60f ? 0x1p64f : 1.0f;
     descale *= factor;
+    const float limit = kAlmostMax * descale;
+    const float scale = Norm() * factor;
     const float inverse = 1.0f / descale;
     ForEach([&](int i, int j, const Chunk& y) {
       float quotients[kChunk];
 #pragma unroll
       for (int k = 0; k < kChunk; ++k) {
-        const float clamped = Maximum(Minimum(y[k], limit), -limit);
-        quotients[k] = Quotient(clamped * factor, descale, inverse);
+        const float clamped = Maximum(Minimum(y[k] * scale, limit), -limit);
+        quotients[k] = Quotient(clamped, descale, inverse);
       }
       const uint2 codes = {PackE4m3(quotients[0], quotients[1]) |
                                PackE4m3(quotients[2], quotients[3]) << 16,
@@ -270,17 +300,12 @@ class WarpTile {
     }
   }
 
+  // From the first-level cache each time, for want of registers.
   ZYFA_DEVICE void LoadMean(int j, Chunk& mean) const {
-    const auto* from =
-        reinterpret_cast<const float4*>(mean_ + channel_ + j * kChunkStride);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float4 x = __ldg(from + i);
-      mean[4 * i] = x.x;
-      mean[4 * i + 1] = x.y;
-      mean[4 * i + 2] = x.z;
-      mean[4 * i + 3] = x.w;
-    }
+    const float* from = mean_ + channel_ + j * kChunkStride;
+    const uint4 raw[] = {LoadIf(true, from, KeepPolicy()),
+                         LoadIf(true, from + 4, KeepPolicy())};
+    FromF32::Widen(raw, mean);
   }
 
   ZYFA_DEVICE void Widen(const uint4 (&raw)[kVectors], const Chunk& mean,
@@ -302,20 +327,24 @@ class WarpTile {
   ZYFA_DEVICE void ForEach(const Use& use) const {
 #pragma unroll
     for (int j = 0; j < kChunks; ++j) {
-      Chunk mean;
-      if (!kRotates && mean_ != nullptr) LoadMean(j, mean);
 #pragma unroll
       for (int i = 0; i < kSlots; ++i) {
         if (!IsValid(i)) continue;
         if constexpr (kRotates) {
           use(i, j, held_[i][j]);
         } else {
-          Chunk y;
+          Chunk y, mean;
+          if (mean_ != nullptr) LoadMean(j, mean);
           Widen(held_[i][j], mean, y);
           use(i, j, y);
         }
       }
     }
+  }
+
+  // What makes the rotation orthonormal: what is held lacks it.
+  ZYFA_DEVICE float Norm() const {
+    return kRotates ? 1.0f / sqrtf(static_cast<float>(hadamard_)) : 1.0f;
   }
 
   // Whether the matrix is so large that it joins lanes by that bit.
@@ -358,18 +387,13 @@ class WarpTile {
         }
       }
     }
-    const float norm = 1.0f / sqrtf(static_cast<float>(hadamard_));
-#pragma unroll
-    for (auto& y : part) {
-#pragma unroll
-      for (float& value : y) value *= norm;
-    }
   }
 
   const char* const x_;  // of the tile
   char* const values_;   // of the tile
   const int hadamard_;
   const float* mean_;  // of the head; null: zeros
+  int row_;            // the lane's, of a step
   int channel_;        // the lane's first
   int element_;        // of the tile, the lane's first
   int step_;           // elements from slot to slot
@@ -389,22 +413,35 @@ ZYFA_DEVICE float BlockMaximum(float of_warp) {
   return WarpMaximum(lane < blockDim.x / 32 ? of_warps[lane] : 0.0f);
 }
 
+// The block's tile. Heads come first: what is loaded at one time lies together.
+struct Tile {
+  ZYFA_DEVICE explicit Tile(const QuantizeArgs& args) {
+    const auto tiles = static_cast<uint32_t>(gpu::QuantizeTiles(args.tokens));
+    const auto heads = static_cast<uint32_t>(args.heads);
+    const uint32_t block =
+        args.given == nullptr ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
+    const uint32_t head_of_batch = block % heads;
+    const uint32_t tile = block / heads % tiles;
+    const uint32_t batch = block / heads / tiles;
+    const int first_token = static_cast<int>(tile) * gpu::kQuantizeTokens;
+    const int64_t token = int64_t{batch} * args.tokens + first_token;
+    head = int64_t{batch} * heads + head_of_batch;
+    index = head * tiles + tile;
+    first_element = (token * heads + head_of_batch) * args.head_dim;
+    valid_tokens = min(args.tokens - first_token, gpu::kQuantizeTokens);
+  }
+
+  int64_t head;   // of all batches
+  int64_t index;  // of all heads' tiles
+  int64_t first_element;
+  int valid_tokens;
+};
+
 template <class Type, int kSlots, int kChunks, bool kRotates>
 ZYFA_DEVICE void Quantize(const QuantizeArgs& args) {
-  const auto tiles = static_cast<uint32_t>(gpu::QuantizeTiles(args.tokens));
-  const auto heads = static_cast<uint32_t>(args.heads);
-  const uint32_t block =
-      args.given == nullptr ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
-  // Heads come first: what is loaded at one time lies together.
-  const uint32_t head_of_batch = block % heads;
-  const uint32_t tile = block / heads % tiles;
-  const uint32_t batch = block / heads / tiles;
-  const int first_token = static_cast<int>(tile) * gpu::kQuantizeTokens;
-  const int64_t head = int64_t{batch} * heads + head_of_batch;
-  const int64_t token = int64_t{batch} * args.tokens + first_token;
-  WarpTile<Type, kSlots, kChunks, kRotates> warp(
-      args, (token * heads + head_of_batch) * args.head_dim,
-      min(args.tokens - first_token, gpu::kQuantizeTokens), head);
+  const Tile tile(args);
+  WarpTile<Type, kSlots, kChunks, kRotates> warp(args, tile.first_element,
+                                                 tile.valid_tokens, tile.head);
 
   const bool finds = args.given == nullptr;
   const bool overflows = Type::kOverflows && (kRotates || args.mean != nullptr);
@@ -422,10 +459,9 @@ ZYFA_DEVICE void Quantize(const QuantizeArgs& args) {
     if (guard == 1.0f) break;
   }
 
-  const int64_t index = head * tiles + tile;
   float descale;
   if (!finds) {
-    descale = __ldg(args.given + index);
+    descale = __ldg(args.given + tile.index);
   } else {
     if (!IsFinite(largest)) largest = warp.LargestFinite();
     // Rounding keeps the order: the largest of the descales is the descale of
@@ -436,10 +472,49 @@ ZYFA_DEVICE void Quantize(const QuantizeArgs& args) {
             : fmaxf(largest * kInverseFp8Max, kSmallestNormal) / guard;
     const float of_tile = BlockMaximum(of_warp);
     descale = of_tile == 0.0f ? args.zero_descale : of_tile;
-    if (threadIdx.x == 0) args.found[index] = descale;
+    if (threadIdx.x == 0) args.found[tile.index] = descale;
   }
   if (args.values == nullptr) return;
   warp.Store(descale * guard);
+}
+
+// The channels' statistics of a tile. Sums are of a thread's rows, from the
+// first to the last, and then of the threads', likewise.
+template <class Type, int kSlots>
+ZYFA_DEVICE void Measure(const QuantizeArgs& args) {
+  constexpr int kRows = gpu::kQuantizeTokens / kSlots;
+  alignas(16) __shared__ float of_rows[cuda::kMaxQuantizeThreads * kChunk];
+  const Tile tile(args);
+  WarpTile<Type, kSlots, 1, false> warp(args, tile.first_element,
+                                        tile.valid_tokens, tile.head);
+  warp.Load(1.0f, KeepPolicy());
+  float statistics[gpu::kStatistics][kChunk];
+  warp.Measure(statistics);
+
+  float* const mine = of_rows + warp.row() * args.head_dim + warp.channel();
+  float* const to = args.found + tile.index * gpu::kStatistics * args.head_dim;
+#pragma unroll
+  for (int i = 0; i < gpu::kStatistics; ++i) {
+    if (warp.row() < kRows) {
+#pragma unroll
+      for (int k = 0; k < kChunk; k += 4) {
+        const float* x = statistics[i] + k;
+        *reinterpret_cast<float4*>(mine + k) = {x[0], x[1], x[2], x[3]};
+      }
+    }
+    __syncthreads();
+    for (int channel = static_cast<int>(threadIdx.x); channel < args.head_dim;
+         channel += static_cast<int>(blockDim.x)) {
+      float all = of_rows[channel];
+#pragma unroll
+      for (int k = 1; k < kRows; ++k) {
+        const float next = of_rows[k * args.head_dim + channel];
+        all = i < 2 ? all + next : i == 2 ? fmaxf(all, next) : fminf(all, next);
+      }
+      to[i * args.head_dim + channel] = all;
+    }
+    __syncthreads();
+  }
 }
 
 }  // namespace zyfa::sm90

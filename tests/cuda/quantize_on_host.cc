@@ -1,0 +1,206 @@
+// The source of the quantisation kernels, compiled for the host: each lane is a
+// context of its own, and the lanes of a block take turns. Built by
+// conftest.py.
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "csrc/numerics/e4m3.h"
+
+struct uint2 {
+  uint32_t x, y;
+};
+struct uint4 {
+  uint32_t x, y, z, w;
+};
+struct float4 {
+  float x, y, z, w;
+};
+
+namespace {
+
+struct Index {
+  unsigned x;
+};
+Index threadIdx, blockIdx, blockDim, gridDim;
+
+struct Lane {
+  ucontext_t context;
+  std::vector<char> stack;
+  unsigned exchanges;
+  bool done;
+};
+std::vector<Lane> lanes;
+ucontext_t scheduler;
+
+// What a warp's lanes show each other. No lane is more than one exchange ahead.
+struct Shown {
+  uint32_t slots[2][32];
+};
+std::vector<Shown> warps;
+unsigned arrivals;
+
+// Until every lane of the block has had its turn.
+void Yield() { swapcontext(&lanes[threadIdx.x].context, &scheduler); }
+
+const uint32_t* Exchange(uint32_t mine) {
+  Lane& lane = lanes[threadIdx.x];
+  auto& slots = warps[threadIdx.x / 32].slots[lane.exchanges++ % 2];
+  slots[threadIdx.x % 32] = mine;
+  Yield();
+  return slots;
+}
+
+void __syncthreads() {
+  const unsigned all = (arrivals++ / blockDim.x + 1) * blockDim.x;
+  while (arrivals < all) Yield();
+}
+
+template <class To, class From>
+To Bits(From x) {
+  static_assert(sizeof(To) == sizeof(From));
+  To y;
+  std::memcpy(&y, &x, sizeof(y));
+  return y;
+}
+uint32_t __float_as_uint(float x) { return Bits<uint32_t>(x); }
+float __uint_as_float(uint32_t x) { return Bits<float>(x); }
+float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+template <class T>
+T __ldg(const T* from) {
+  return *from;
+}
+
+uint32_t __reduce_max_sync(uint32_t, uint32_t x) {
+  const uint32_t* slots = Exchange(x);
+  return *std::max_element(slots, slots + 32);
+}
+float __shfl_xor_sync(uint32_t, float x, int mask) {
+  return Bits<float>(Exchange(Bits<uint32_t>(x))[(threadIdx.x % 32) ^ mask]);
+}
+
+using std::min;
+
+}  // namespace
+
+// In place of csrc/cuda/sm90/intrinsics.h.
+#define ZYFA_CUDA_SM90_INTRINSICS_H_
+#define ZYFA_DEVICE inline
+#define __global__
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __shared__ static
+
+namespace zyfa::sm90 {
+
+uint64_t KeepPolicy() { return 0; }
+uint64_t LastUsePolicy() { return 1; }
+
+uint4 LoadIf(bool valid, const void* from, uint64_t) {
+  uint4 x = {};
+  if (valid) std::memcpy(&x, from, sizeof(x));
+  return x;
+}
+
+float Maximum(float a, float b) {
+  return std::isnan(a) || std::isnan(b) ? NAN : std::max(a, b);
+}
+float Minimum(float a, float b) {
+  return std::isnan(a) || std::isnan(b) ? NAN : std::min(a, b);
+}
+
+float Widen(uint16_t half) {
+  const int exponent = half >> 10 & 31;
+  const int fraction = half & 1023;
+  const float x = exponent == 31  ? (fraction ? NAN : INFINITY)
+                  : exponent == 0 ? std::ldexp(fraction, -24)
+                                  : std::ldexp(1024 + fraction, exponent - 25);
+  return half >> 15 ? -x : x;
+}
+void WidenHalves(uint32_t both, float& low, float& high) {
+  low = Widen(static_cast<uint16_t>(both));
+  high = Widen(static_cast<uint16_t>(both >> 16));
+}
+
+uint32_t Encode(float x) {
+  if (std::isnan(x)) return numerics::kE4m3NaN;
+  return numerics::EncodeE4m3Magnitude(std::fabs(x)) |
+         (std::signbit(x) ? 0x80 : 0);
+}
+uint32_t PackE4m3(float low, float high) {
+  return Encode(low) | Encode(high) << 8;
+}
+
+}  // namespace zyfa::sm90
+
+#include "csrc/cuda/sm90/quantize.cu"
+
+namespace {
+
+using Kernel = void (*)(zyfa::gpu::QuantizeArgs);
+struct Named {
+  const char* name;
+  Kernel kernel;
+};
+#define NAMED(name) {"zyfa_quantize_" #name, zyfa_quantize_##name}
+#define NAMED_OF(type)                                             \
+  NAMED(type##_128), NAMED(type##_256), NAMED(type##_128_rotated), \
+      NAMED(type##_256_rotated), NAMED(type##_128_rotated_whole),  \
+      NAMED(type##_256_rotated_whole), NAMED(type##_128_measure),  \
+      NAMED(type##_256_measure)
+constexpr Named kKernels[] = {NAMED_OF(bf16), NAMED_OF(f16), NAMED_OF(f32)};
+
+Kernel kernel;
+zyfa::gpu::QuantizeArgs args;
+
+void RunLane() {
+  kernel(args);
+  lanes[threadIdx.x].done = true;
+}
+
+void RunBlock() {
+  arrivals = 0;
+  for (Lane& lane : lanes) {
+    getcontext(&lane.context);
+    lane.context.uc_stack.ss_sp = lane.stack.data();
+    lane.context.uc_stack.ss_size = lane.stack.size();
+    lane.context.uc_link = &scheduler;
+    lane.exchanges = 0;
+    lane.done = false;
+    makecontext(&lane.context, RunLane, 0);
+  }
+  for (bool running = true; running;) {
+    running = false;
+    for (unsigned i = 0; i < lanes.size(); ++i) {
+      if (lanes[i].done) continue;
+      threadIdx.x = i;
+      swapcontext(&scheduler, &lanes[i].context);
+      running = true;
+    }
+  }
+}
+
+}  // namespace
+
+// Runs a launch; false where there is no such kernel, or a warp is not whole.
+extern "C" __attribute__((visibility("default"))) bool quantize_on_host(
+    const char* name, unsigned blocks, unsigned threads, const void* given) {
+  kernel = nullptr;
+  for (const Named& named : kKernels) {
+    if (std::strcmp(named.name, name) == 0) kernel = named.kernel;
+  }
+  if (kernel == nullptr || threads % 32 != 0) return false;
+  std::memcpy(&args, given, sizeof(args));
+  lanes.resize(threads);
+  warps.resize(threads / 32);
+  for (Lane& lane : lanes) lane.stack.resize(64 << 10);
+  gridDim.x = blocks;
+  blockDim.x = threads;
+  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) RunBlock();
+  return true;
+}
