@@ -14,12 +14,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import importlib
 import os
-import statistics
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -33,21 +30,20 @@ from rich.table import Table
 import zyfa_jax
 from zyfa_jax import _check, reference
 
-from . import families, plot, quantize, report, rocm
-from .rocm import Case, Given
-from .shapes import DEEPSEEK_V2_LITE, MISTRAL_7B, QWEN3_8B, Model
+from . import families, plot, quantize, report
+from .calls import Call, Case, Given, platform_of, text_of
+from .cuda_peers import FP8_MAX, IMPLEMENTATIONS, Implementation, options_of
+from .shapes import BF16, DEEPSEEK_V2_LITE, FP8, MISTRAL_7B, QWEN3_8B, Model
+from .timing import Timer, device_timer, interleaved_medians, wall_seconds
 
 if TYPE_CHECKING:
     from jaxtyping import Float64
 
-FP8, BF16 = "float8_e4m3fn", "bfloat16"
 TOKENS = (2048, 4096, 8192, 16384, 32768)
 INPUTS = ("gauss", "sink")
 ERROR_TOKENS = 8192
 # Dense TFLOP/s of an H100 or H200 (SXM) by their data sheets.
 PEAKS = {FP8: 1978.9, BF16: 989.4}
-# XLA's own holds them in float32, more than once.
-MOST_LOGIT_BYTES = 12 << 30
 PACKAGES = (
     "jax-cuda13-plugin",
     "jax-cuda12-plugin",
@@ -56,9 +52,6 @@ PACKAGES = (
     "torch",
     "flash-attn3-jax",
 )
-LEAST_SECONDS = 0.003
-"""Calls are repeated back to back to take that long together."""
-FP8_MAX = 448.0
 SPEED_QUERIES, ERROR_QUERIES = 64, 512
 """Whose errors are taken: float64 is slow."""
 
@@ -68,44 +61,6 @@ MODELS = (
     dataclasses.replace(MISTRAL_7B, name=f"{MISTRAL_7B.name}, {QWEN3_8B.name}"),
     DEEPSEEK_V2_LITE,
 )
-
-Call = Callable[[], Any]
-Timer = Callable[[Call, int], float]
-
-
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """A call on inputs that lie on the device.
-
-    Attributes:
-      call: gives the output, not awaited.
-      out_scale: what the output is multiplied with.
-    """
-
-    call: Call
-    out_scale: float = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Implementation:
-    """One kernel, or another's.
-
-    Attributes:
-      name: of whoever made it.
-      dtype: of q, k and v.
-      prepare: raises ImportError where there is no such thing here.
-    """
-
-    name: str
-    dtype: str
-    prepare: Callable[[Case, Given], Prepared]
-
-    def __str__(self) -> str:
-        return f"{self.name} {'FP8' if self.dtype == FP8 else 'BF16'}"
-
-    @property
-    def ours(self) -> bool:
-        return self.name == "zyfa_jax"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
     # Torch takes its memory from the same card.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     [device, *_] = jax.devices()
-    platform = rocm._platform_of(device)
+    platform = platform_of(device)
     if platform != "cuda" and not args.quick:
         print(f"this needs an NVIDIA GPU that JAX sees, got {device.device_kind}")
         return 2
@@ -258,7 +213,7 @@ def _run_quantize(
     cases, repeats, copied = quantize.CASES, args.repeats, 1 << 30
     if args.quick:
         cases, repeats, copied = (quantize.Case(256, 2, 128),), 1, 1 << 16
-    copy = quantize.copy_gb_per_second(_wall_seconds, copied)
+    copy = quantize.copy_gb_per_second(wall_seconds, copied)
     results = []
     for case in cases:
         for name, options in quantize.OPTIONS.items():
@@ -303,56 +258,6 @@ def _environment() -> dict[str, Any]:
         return environment
     values = said.splitlines()[0].split(", ")
     return environment | dict(zip(wanted.split(","), values, strict=True))
-
-
-# ---- Time
-
-
-def device_timer(platform: str) -> tuple[Timer, str]:
-    """What takes the seconds of each of several calls back to back, and its name."""
-    if platform == "cuda":
-        try:
-            cupti = importlib.import_module("jax._src.lib.mosaic_gpu")._mosaic_gpu_ext
-            timer = functools.partial(_kernel_seconds, cupti)
-            x = jnp.ones(1024)
-            jax.block_until_ready(x + 1)
-            if timer(lambda: x + 1, 2) > 0:
-                return timer, "CUPTI, kernels alone"
-        except Exception:  # another profiler may hold it
-            pass
-    return _wall_seconds, "the host's clock"
-
-
-def _kernel_seconds(cupti: Any, call: Call, times: int) -> float:
-    cupti._cupti_init()
-    try:
-        jax.block_until_ready([call() for _ in range(times)])
-    finally:
-        kernels = cupti._cupti_get_timings(False)
-    return sum(ms for _, ms in kernels) / 1e3 / times
-
-
-def _wall_seconds(call: Call, times: int) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready([call() for _ in range(times)])
-    return (time.perf_counter() - start) / times
-
-
-def interleaved_medians(
-    calls: Mapping[Any, Call], repeats: int, timer: Timer, after_round: Call
-) -> dict[Any, float]:
-    """Median seconds of each call; the calls take turns, the first round is untimed."""
-    times = {}
-    for key, call in calls.items():
-        jax.block_until_ready(call())
-        once = max(_wall_seconds(call, 1), 1e-6)
-        times[key] = min(max(round(LEAST_SECONDS / once), 1), 50)
-    seconds: dict[Any, list[float]] = {key: [] for key in calls}
-    for _ in range(repeats):
-        for key, call in calls.items():
-            seconds[key].append(timer(call, times[key]))
-        after_round()
-    return {key: statistics.median(x) for key, x in seconds.items()}
 
 
 # ---- Shapes
@@ -424,7 +329,7 @@ def measure(
                 try:
                     calls[x], errors[x] = _prepared(x, case, of_dtype, exact)
                 except Exception as error:  # of whatever kind another package raises
-                    troubles[x] = _text(error)
+                    troubles[x] = text_of(error)
     seconds = interleaved_medians(calls, repeats, timer, after_round)
     return [
         Result(model, inputs, x, tokens, seconds[x], errors[x])
@@ -442,26 +347,15 @@ def _prepared(
     return prepared.call, _error(prepared.call(), prepared.out_scale, exact)
 
 
-def _text(error: Exception) -> str:
-    if isinstance(error, ImportError):
-        return f"not here: {error}".splitlines()[0]
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
 def _exact(case: Case, given: Given, queries: int) -> Float64[np.ndarray, "b t h d"]:
     """Attention of the last queries of the first head in float64."""
-    out, _ = reference.attention(*_checked(given, queries), **_options(case, given))
+    out, _ = reference.attention(*_checked(given, queries), **options_of(case, given))
     return out
 
 
 def _checked(given: Given, queries: int) -> tuple[np.ndarray, ...]:
     q, k, v = given.arrays
     return q[:1, -queries:, :1], k[:1, :, :1], v[:1, :, :1]
-
-
-def _options(case: Case, given: Given) -> dict[str, Any]:
-    return {"causal": case.causal, **rocm._descales(case, given)}
 
 
 def _error(out: Any, scale: float, exact: np.ndarray) -> float:
@@ -517,147 +411,10 @@ def family_errors(model: Model, family: str, tokens: int) -> dict[str, float]:
             rounded, _ = reference.fp8_attention(
                 *_checked(given, queries),
                 probabilities="exact row",
-                **_options(case, given),
+                **options_of(case, given),
             )
             errors["exact exponentials, FP8"] = _relative(rounded, exact)
     return errors
-
-
-# ---- Implementations
-
-
-def _on_device(given: Given) -> tuple[jax.Array, ...]:
-    return tuple(map(jnp.asarray, given.arrays))
-
-
-def _zyfa(case: Case, given: Given) -> Prepared:
-    attention = jax.jit(functools.partial(zyfa_jax.attention, **_options(case, given)))
-    return Prepared(functools.partial(attention, *_on_device(given)))
-
-
-def _cudnn_attention() -> Any:
-    return importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
-
-
-def _cudnn(case: Case, given: Given) -> Prepared:
-    """By jax.nn, or, for values of another head dim, by what it calls."""
-    _refuse_cpu("cuDNN")
-    if case.head_dims[0] == case.head_dims[1]:
-        attention = functools.partial(
-            jax.nn.dot_product_attention, is_causal=case.causal, implementation="cudnn"
-        )
-    else:
-        cudnn = _cudnn_attention()
-        attention = functools.partial(
-            cudnn.dot_product_attention,
-            scale=case.head_dims[0] ** -0.5,
-            mask_type=cudnn.MaskType.CAUSAL if case.causal else cudnn.MaskType.NO_MASK,
-        )
-    return Prepared(functools.partial(jax.jit(attention), *_on_device(given)))
-
-
-def _cudnn_fp8(case: Case, given: Given) -> Prepared:
-    """Its probabilities are in [0, 1], and its output is in FP8."""
-    _refuse_cpu("cuDNN")
-    if case.head_dims[0] != case.head_dims[1]:
-        raise ValueError("cuDNN's FP8 attention takes one head dim for keys and values")
-    cudnn = _cudnn_attention()
-
-    def number(x: float) -> jax.Array:
-        return jnp.full((1, 1, 1, 1), x, jnp.float32)
-
-    # No output exceeds the largest value.
-    out_scale = FP8_MAX / (float(np.abs(given.arrays[2].astype(np.float32)).max())
-                         * given.descales[2])  # fmt: skip
-    parameters = dict.fromkeys(cudnn.fp8_params_keys, number(1.0)) | {
-        "descale_q": number(given.descales[0]),
-        "descale_k": number(given.descales[1]),
-        "descale_v": number(given.descales[2]),
-        "scale_s": number(256.0),
-        "descale_s": number(1 / 256.0),
-        "scale_o": number(out_scale),
-    }
-
-    @jax.jit
-    def attention(q: jax.Array, k: jax.Array, v: jax.Array, parameters: Any) -> Any:
-        return cudnn.dot_product_attention(
-            q, k, v, fp8_params=parameters, scale=case.head_dims[0] ** -0.5,
-            mask_type=cudnn.MaskType.CAUSAL, use_fp8=True,
-        )[0]  # fmt: skip
-
-    call = functools.partial(attention, *_on_device(given), parameters)
-    return Prepared(call, 1 / out_scale)
-
-
-def _torch(case: Case, given: Given) -> Prepared:
-    torch: Any = importlib.import_module("torch")
-    backends: Any = importlib.import_module("torch.nn.attention")
-    _refuse_cpu("torch's cuDNN")
-    q, k, v = (x.transpose(1, 2) for x in rocm._tensors(torch, given))
-
-    def attention() -> Any:
-        with backends.sdpa_kernel(backends.SDPBackend.CUDNN_ATTENTION):
-            out = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=case.causal, enable_gqa=True
-            )
-        return rocm._Tensor(torch, out.transpose(1, 2))
-
-    return Prepared(attention)
-
-
-def _flash(case: Case, given: Given) -> Prepared:
-    flash: Any = importlib.import_module("flash_attn3_jax")
-    _refuse_cpu("FlashAttention-3")
-    if case.head_dims != (128, 128):
-        raise ValueError("flash-attn3-jax is built for head dim 128 alone")
-    attention = jax.jit(functools.partial(flash.flash_mha, is_causal=case.causal))
-    return Prepared(functools.partial(attention, *_on_device(given)))
-
-
-def _pallas(case: Case, given: Given) -> Prepared:
-    """In float16, and with queries scaled before: it has no scale of its own."""
-    _refuse_cpu("Pallas")
-    if case.head_dims[0] != case.head_dims[1]:
-        raise ValueError("attention_mgpu takes one head dim for keys and values")
-    pallas: Any = importlib.import_module(
-        "jax.experimental.pallas.ops.gpu.attention_mgpu"
-    )
-    config = pallas.TuningConfig(
-        block_q=64, block_kv=128, max_concurrent_steps=2, causal=case.causal
-    )
-    q, k, v = (x.astype(jnp.float32) for x in _on_device(given))
-    q = q * case.head_dims[0] ** -0.5
-    arrays = [x.astype(jnp.float16) for x in (q, k, v)]
-
-    @jax.jit
-    def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-        out = pallas.attention(q, k, v, config)
-        return out[0] if isinstance(out, tuple | list) else out
-
-    return Prepared(functools.partial(attention, *arrays))
-
-
-def _xla(case: Case, given: Given) -> Prepared:
-    if case.logit_bytes > MOST_LOGIT_BYTES:
-        raise ValueError(f"it would hold {case.logit_bytes / 2**30:.0f} GiB of logits")
-    return Prepared(rocm._jax_nn(case, given))
-
-
-def _refuse_cpu(what: str) -> None:
-    if jax.default_backend() == "cpu":
-        raise ImportError(f"{what} needs a GPU")
-
-
-IMPLEMENTATIONS = (
-    Implementation("zyfa_jax", FP8, _zyfa),
-    Implementation("cuDNN", FP8, _cudnn_fp8),
-    Implementation("zyfa_jax", BF16, _zyfa),
-    Implementation("cuDNN", BF16, _cudnn),
-    Implementation("torch cuDNN", BF16, _torch),
-    Implementation("FlashAttention-3", BF16, _flash),
-    Implementation("Pallas", BF16, _pallas),
-    Implementation("XLA", BF16, _xla),
-)
 
 
 # ---- What is shown

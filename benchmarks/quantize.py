@@ -20,7 +20,8 @@ from rich.table import Table
 from zyfa_jax import _quantize_primitive as primitive
 from zyfa_jax import quantize
 
-Call = Callable[[], Any]
+from .calls import Call
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "head": {},
     "block": {"granularity": "block"},

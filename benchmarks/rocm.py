@@ -31,6 +31,18 @@ from zyfa_jax import _check, reference
 from zyfa_jax._timing import interleaved_medians
 
 from . import plot, report
+from .calls import (
+    Call,
+    Case,
+    Given,
+    Tensor,
+    descales_of,
+    jax_nn,
+    platform_of,
+    tensors_of,
+    text_of,
+    torch_device,
+)
 from .shapes import DEEPSEEK_V2_LITE, MISTRAL_7B
 
 TOKENS = (2048, 4096, 8192, 16384, 32768)
@@ -57,54 +69,6 @@ AITER_KERNELS = {
     "bf16_128x128": "AITER BF16 v3",
     "bf16_192x128": "OPUS BF16 192/128",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One shape.
-
-    Attributes:
-      dtype: of q, k and v.
-      head_dims: of queries and keys, and of values.
-      causal: whether a query sees no later key.
-      tokens: of a batch row.
-      batch: rows.
-      heads: query heads and key/value heads.
-    """
-
-    dtype: str
-    head_dims: tuple[int, int]
-    causal: bool
-    tokens: int
-    batch: int
-    heads: tuple[int, int]
-
-    @property
-    def kind(self) -> str:
-        """What shapes of one panel, or one row, have in common."""
-        qk, v = self.head_dims
-        return f"{self.dtype} {qk}/{v}, {'causal' if self.causal else 'no mask'}"
-
-    @property
-    def flops(self) -> float:
-        scores = self.batch * self.heads[0] * self.tokens**2
-        return 2.0 * sum(self.head_dims) * scores / (2 if self.causal else 1)
-
-    @property
-    def logit_bytes(self) -> int:
-        return 4 * self.batch * self.heads[0] * self.tokens**2
-
-    def inputs(self) -> tuple[np.ndarray, ...]:
-        rng = np.random.default_rng(0)
-        heads, kv_heads = self.heads
-        return tuple(
-            rng.standard_normal((self.batch, self.tokens, h, d), dtype=np.float32)
-            for h, d in (
-                (heads, self.head_dims[0]),
-                (kv_heads, self.head_dims[0]),
-                (kv_heads, self.head_dims[1]),
-            )
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,9 +131,6 @@ class Result:
         }
 
 
-Call = Callable[[], Any]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument(
@@ -201,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
     environment = _check.environment(device)
     for name, value in environment.items():
         console.print(f"{name}: {value}", highlight=False)
-    [backend] = (x for x in zyfa_jax.backends() if x.platform == _platform_of(device))
+    [backend] = (x for x in zyfa_jax.backends() if x.platform == platform_of(device))
     console.print(f"zyfa_jax {zyfa_jax.__version__}: {backend.detail}", highlight=False)
     predict = predictor() if "gfx950" in backend.targets else None
     if "gfx950" in backend.targets and predict is None:
@@ -418,8 +379,7 @@ def measure(
         except ImportError:
             continue
         except Exception as error:  # of whatever kind another package raises
-            text = str(error).strip() or type(error).__name__
-            troubles[name] = text.splitlines()[0]
+            troubles[name] = text_of(error)
     inner = {name: getattr(call, "times", 1) for name, call in calls.items()}
     seconds = interleaved_medians(calls, repeats, after_round=after_round)
     return [
@@ -452,19 +412,6 @@ def _repeated(call: Call) -> _Repeated:
     return _Repeated(call, min(max(int(LEAST_SECONDS / once), 1), 100))
 
 
-@dataclasses.dataclass(frozen=True)
-class Given:
-    """The inputs as every implementation gets them.
-
-    Attributes:
-      arrays: q, k and v, in bfloat16 or as FP8 numbers.
-      descales: of each tensor; 1 for bfloat16.
-    """
-
-    arrays: tuple[np.ndarray, ...]
-    descales: tuple[float, ...]
-
-
 def _given(case: Case, arrays: tuple[np.ndarray, ...]) -> Given:
     if case.dtype == "bfloat16":
         return Given(tuple(x.astype(ml_dtypes.bfloat16) for x in arrays), (1.0,) * 3)
@@ -485,7 +432,7 @@ def _exact(case: Case, given: Given) -> np.ndarray:
         k[:1, :, :1],
         v[:1, :, :1],
         causal=case.causal,
-        **_descales(case, given),
+        **descales_of(case, given),
     )
     return out
 
@@ -500,16 +447,10 @@ def _error(case: Case, out: Any, exact: np.ndarray) -> float:
     return float(np.linalg.norm(difference) / np.linalg.norm(exact))
 
 
-def _descales(case: Case, given: Given) -> dict[str, Any]:
-    if case.dtype == "bfloat16":
-        return {}
-    return {f"{n}_descale": d for n, d in zip("qkv", given.descales, strict=True)}
-
-
 def _zyfa(case: Case, given: Given) -> Call:
     attention = jax.jit(
         functools.partial(
-            zyfa_jax.attention, causal=case.causal, **_descales(case, given)
+            zyfa_jax.attention, causal=case.causal, **descales_of(case, given)
         )
     )
     return functools.partial(attention, *map(jnp.asarray, given.arrays))
@@ -523,14 +464,7 @@ def _jax_nn(case: Case, given: Given) -> Call:
     if case.logit_bytes > MOST_LOGIT_BYTES:
         raise ValueError(f"jax.nn would hold {case.logit_bytes / 2**30:.0f} GiB")
 
-    @jax.jit
-    def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        with jax.numpy_dtype_promotion("standard"):  # it promotes implicitly
-            return jax.nn.dot_product_attention(
-                q, k, v, is_causal=case.causal, implementation="xla"
-            )
-
-    return functools.partial(attention, *map(jnp.asarray, given.arrays))
+    return jax_nn(case, given)
 
 
 def _jax_aiter(case: Case, given: Given) -> Call:
@@ -550,13 +484,13 @@ def _torch(case: Case, given: Given) -> Call:
     if case.dtype != "bfloat16":
         raise ImportError("torch has no FP8 attention")
     torch: Any = importlib.import_module("torch")
-    q, k, v = (x.transpose(1, 2).contiguous() for x in _tensors(torch, given))
+    q, k, v = (x.transpose(1, 2).contiguous() for x in tensors_of(torch, given))
 
     def attention() -> Any:
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=case.causal, enable_gqa=True
         )
-        return _Tensor(torch, out.transpose(1, 2))
+        return Tensor(torch, out.transpose(1, 2))
 
     return attention
 
@@ -564,12 +498,12 @@ def _torch(case: Case, given: Given) -> Call:
 def _aiter(case: Case, given: Given) -> Call:
     torch: Any = importlib.import_module("torch")
     aiter: Any = importlib.import_module("aiter")
-    tensors = _tensors(torch, given)
+    tensors = tensors_of(torch, given)
     if case.dtype == "bfloat16":
         flash = functools.partial(aiter.flash_attn_func, *tensors)
     else:
         descales = (
-            torch.tensor([x], dtype=torch.float32, device=_device(torch))
+            torch.tensor([x], dtype=torch.float32, device=torch_device(torch))
             for x in given.descales
         )
         flash = functools.partial(
@@ -578,38 +512,9 @@ def _aiter(case: Case, given: Given) -> Call:
 
     def attention() -> Any:
         out = flash(causal=case.causal)
-        return _Tensor(torch, out[0] if isinstance(out, tuple | list) else out)
+        return Tensor(torch, out[0] if isinstance(out, tuple | list) else out)
 
     return attention
-
-
-class _Tensor:
-    """A tensor of torch's that waits as JAX's arrays do."""
-
-    def __init__(self, torch: Any, tensor: Any) -> None:
-        self._torch = torch
-        self._tensor = tensor
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._tensor[index]
-
-    def block_until_ready(self) -> _Tensor:
-        if self._tensor.is_cuda:
-            self._torch.cuda.synchronize()
-        return self
-
-
-def _device(torch: Any) -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _tensors(torch: Any, given: Given) -> list[Any]:
-    tensors = []
-    for x in given.arrays:
-        bits = np.dtype(f"i{x.dtype.itemsize}")
-        kind = torch.bfloat16 if x.dtype.itemsize == 2 else torch.float8_e4m3fn
-        tensors.append(torch.from_numpy(x.view(bits)).view(kind).to(_device(torch)))
-    return tensors
 
 
 IMPLEMENTATIONS: dict[str, Callable[[Case, Given], Call]] = {
@@ -620,12 +525,6 @@ IMPLEMENTATIONS: dict[str, Callable[[Case, Given], Call]] = {
     "torch": _torch,
 }
 """Each gives a call, or raises ImportError where there is no such thing here."""
-
-
-def _platform_of(device: Any) -> str:
-    """ "rocm", "cuda" or "cpu"; JAX calls the first two "gpu"."""
-    version = device.client.platform_version
-    return next((x for x in ("rocm", "cuda") if version.startswith(x)), "cpu")
 
 
 def _kinds(

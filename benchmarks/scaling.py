@@ -22,7 +22,7 @@ import functools
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -37,9 +37,10 @@ from rich.table import Table
 import zyfa_jax
 from zyfa_jax import _check, parallel
 
-from . import cuda, plot, report, scaling_model
-from .scaling_model import BF16, FP8
-from .shapes import DEEPSEEK_V2_LITE, MISTRAL_7B, Model
+from . import plot, report, scaling_model
+from .calls import Call, text_of
+from .shapes import BF16, DEEPSEEK_V2_LITE, FP8, MISTRAL_7B, Model
+from .timing import interleaved_medians, wall_seconds
 
 TOKENS = {"cpu": (1024,), "gpu": (16384, 65536, 131072, 262144, 1048576)}
 MODELS = (MISTRAL_7B, DEEPSEEK_V2_LITE)
@@ -61,8 +62,6 @@ BARS = {
 }
 LONG = 131072
 KINDS = "all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter"
-
-Call = Callable[[], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -371,7 +370,7 @@ def measure(
             share = problem.share(over, len(devices)).inputs()
             calls["one share"] = functools.partial(attention, *share)
     one = jax.block_until_ready(calls["one device"]())
-    once = cuda._wall_seconds(calls["one device"], 1)
+    once = wall_seconds(calls["one device"], 1)
     repeats = max(min(repeats, round(MOST_SECONDS / once)), 1)
     found: dict[Way, Result] = {}
     for way in ways:
@@ -380,13 +379,13 @@ def measure(
             spread = Spread.of(way, inputs, mesh)
             found[way] = spread.checked(empty, one)
         except Exception as error:  # too little memory for one is no end of the others
-            found[way] = dataclasses.replace(empty, trouble=cuda._text(error))
+            found[way] = dataclasses.replace(empty, trouble=text_of(error))
             continue
         calls[way] = spread.call
         if spread.without is not None:
             calls[way, "without"] = spread.without
     del one
-    seconds = cuda.interleaved_medians(calls, repeats, cuda._wall_seconds, lambda: None)
+    seconds = interleaved_medians(calls, repeats, wall_seconds, lambda: None)
     return [
         dataclasses.replace(
             result,

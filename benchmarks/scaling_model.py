@@ -21,9 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from . import plot
-from .shapes import DEEPSEEK_V2_LITE, MISTRAL_7B, Model
+from .shapes import BF16, DEEPSEEK_V2_LITE, FP8, MISTRAL_7B, Model
 
-FP8, BF16 = "float8_e4m3fn", "bfloat16"
 NUMBER_BYTES = {FP8: 1, BF16: 2}
 OUT_BYTES = 2  # bfloat16
 RESULT_BYTES = 4  # of what results are merged into

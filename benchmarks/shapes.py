@@ -1,8 +1,10 @@
-"""The attention shapes of real models, as published in their configurations."""
+"""The attention shapes of real models, as published, and the dtypes they are run in."""
 
 from __future__ import annotations
 
 import dataclasses
+
+FP8, BF16 = "float8_e4m3fn", "bfloat16"
 
 
 @dataclasses.dataclass(frozen=True)

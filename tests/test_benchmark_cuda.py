@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import pytest
 
 import zyfa_jax
-from benchmarks import cuda, quantize
+from benchmarks import cuda, cuda_peers, quantize, timing
 from benchmarks.__main__ import main
 
 QUICK = ["cuda", "--quick"]
-PEERS = [str(x) for x in cuda.IMPLEMENTATIONS if not x.ours]
+PEERS = [str(x) for x in cuda_peers.IMPLEMENTATIONS if not x.ours]
 MODEL = cuda.Model("small", (2, 1), (128, 128))
 
 
@@ -96,7 +96,7 @@ def cudnn_attention(q, k, v, *, scale, mask_type, use_fp8=False, fp8_params=()):
 @pytest.fixture
 def peers(monkeypatch):
     """All that are in JAX, or are called from it."""
-    monkeypatch.setattr(cuda, "_refuse_cpu", lambda what: None)
+    monkeypatch.setattr(cuda_peers, "_refuse_cpu", lambda what: None)
     attend = zyfa_jax.attention
     keys = ("descale_q", "descale_k", "descale_v", "scale_s", "descale_s", "scale_o")
     cudnn = types.SimpleNamespace(
@@ -113,7 +113,7 @@ def peers(monkeypatch):
     flash = types.SimpleNamespace(
         flash_mha=lambda q, k, v, is_causal: attend(q, k, v, causal=is_causal)
     )
-    monkeypatch.setattr(cuda, "_cudnn_attention", lambda: cudnn)
+    monkeypatch.setattr(cuda_peers, "_cudnn_attention", lambda: cudnn)
     for name, module in (
         ("jax.experimental.pallas.ops.gpu.attention_mgpu", pallas),
         ("flash_attn3_jax", flash),
@@ -134,11 +134,11 @@ def peers(monkeypatch):
 def test_every_peer_gets_the_same_call(peers, dims):
     model = cuda.Model("small", (2, 1), dims)
     given = cuda.make_inputs(model, "gauss", 130)
-    results = cuda.measure(model, "gauss", given, 1, cuda._wall_seconds)
+    results = cuda.measure(model, "gauss", given, 1, timing.wall_seconds)
     names = {str(x.implementation) for x in results if not x.trouble}
     taken = {"zyfa_jax FP8", "zyfa_jax BF16", "cuDNN BF16"}
     if dims == (128, 128):
-        taken = {str(x) for x in cuda.IMPLEMENTATIONS} - {"torch cuDNN BF16"}
+        taken = {str(x) for x in cuda_peers.IMPLEMENTATIONS} - {"torch cuDNN BF16"}
     assert names == taken
     for x in results:
         if not x.trouble:
@@ -152,7 +152,7 @@ def test_an_error_shows(peers, monkeypatch):
         zyfa_jax, "attention", lambda *x, **o: attend(*x, **o) * jnp.bfloat16(2)
     )
     given = cuda.make_inputs(MODEL, "gauss", 96)
-    ours, *_ = cuda.measure(MODEL, "gauss", given, 1, cuda._wall_seconds)
+    ours, *_ = cuda.measure(MODEL, "gauss", given, 1, timing.wall_seconds)
     assert ours.error is not None
     assert ours.error > 0.9
 
@@ -168,7 +168,11 @@ def test_our_own_trouble_is_told_and_fails(alone, monkeypatch, capsys):
 
 def result(name, dtype, tokens, seconds, model=MODEL):
     return cuda.Result(
-        model, "gauss", cuda.Implementation(name, dtype, cuda._zyfa), tokens, seconds
+        model,
+        "gauss",
+        cuda_peers.Implementation(name, dtype, cuda_peers._zyfa),
+        tokens,
+        seconds,
     )
 
 
@@ -198,14 +202,14 @@ def test_kernels_are_timed_by_cupti():
             assert not finalize
             return [("prepare", 1.0), ("attention", 5.0)] * (len(calls) - 1)
 
-    seconds = cuda._kernel_seconds(Cupti(), lambda: calls.append("call"), 3)
+    seconds = timing.kernel_seconds(Cupti(), lambda: calls.append("call"), 3)
     assert seconds == pytest.approx(0.006)
     assert calls == ["init", "call", "call", "call"]
 
 
 def test_calls_take_turns():
     order = []
-    seconds = cuda.interleaved_medians(
+    seconds = timing.interleaved_medians(
         {name: lambda name=name: order.append(name) for name in "ab"},
         3,
         lambda call, times: (call(), float(len(order)))[1],

@@ -10,8 +10,8 @@ from jax.sharding import AxisType, Mesh
 
 from benchmarks import scaling
 from benchmarks.__main__ import main
-from benchmarks.scaling import BF16, FP8, WAYS, Problem, Result, Spread
-from benchmarks.shapes import Model
+from benchmarks.scaling import WAYS, Problem, Result, Spread
+from benchmarks.shapes import BF16, FP8, Model
 
 QUICK = ["scaling", "--quick", "--models", "Mistral-7B"]
 RING, GATHER = WAYS[-2:]

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import scaling_model as model
-from benchmarks.scaling_model import BF16, FP8, H200, MI355X
-from benchmarks.shapes import DEEPSEEK_V2_LITE, MISTRAL_7B
+from benchmarks.scaling_model import H200, MI355X
+from benchmarks.shapes import BF16, DEEPSEEK_V2_LITE, FP8, MISTRAL_7B
 from zyfa_jax import _parallel_ring
 
 EVERY = pytest.mark.parametrize(
