@@ -1,8 +1,6 @@
 #include "csrc/ffi/rocm_handler.h"
 
-#include <algorithm>
 #include <cstdint>
-#include <limits>
 #include <string>
 
 #include "csrc/ffi/attention_params.h"
@@ -57,31 +55,8 @@ std::string Refusal(const AttentionParams& p) {
 }
 
 AttentionArgs ToArgs(const AttentionParams& p) {
-  const auto narrow = [](int64_t x) { return static_cast<int32_t>(x); };
   AttentionArgs args;
-  args.q = p.q;
-  args.k = p.k;
-  args.v = p.v;
-  args.q_scale = p.q_scale;
-  args.k_scale = p.k_scale;
-  args.v_scale = p.v_scale;
-  args.q_offset = p.q_offset;
-  args.q_lengths = p.q_lengths;
-  args.kv_lengths = p.kv_lengths;
-  args.out = p.out;
-  args.lse = p.lse;
-  args.batch = narrow(p.batch);
-  args.kv_batch = narrow(p.kv_batch);
-  args.q_len = narrow(p.q_len);
-  args.kv_len = narrow(p.kv_len);
-  args.heads = narrow(p.heads);
-  args.kv_heads = narrow(p.kv_heads);
-  args.window_left = *ToWindow(p.window_left);
-  args.window_right = *ToWindow(p.window_right);
-  // A block of more queries than there are is all of them.
-  args.q_block =
-      narrow(std::min<int64_t>(p.q_block, std::numeric_limits<int32_t>::max()));
-  args.q_scales = narrow(p.q_scales);
+  FillArgs(p, &args);
   args.out_type = ToOutType(p.out_dtype);
   return args;
 }
