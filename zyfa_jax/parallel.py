@@ -132,7 +132,8 @@ def attention(
       return_lse: as for `zyfa_jax.attention`.
       **options: likewise. Offsets and lengths count the tokens of all devices, in their
         own order. Descales are those of a device's keys; inside shard_map they may
-        differ between devices, and then only "ring" takes them.
+        differ between devices, and then only "ring" takes them. The mean of centred
+        keys may not, and is taken only where shard_map knows that (check_vma=True).
 
     Returns:
       As `zyfa_jax.attention`, in the order and with the sharding of q.
@@ -191,10 +192,11 @@ def _inside(
     ]
     same = all(_is_same(x, index, axis) for x in descales)
     center = k.center if isinstance(k, Quantized) else None
-    if center is not None and not _is_same(center, index, axis, unknown=True):
+    if not _is_same(center, index, axis):
         raise ValueError(
             "zyfa_jax.parallel takes k centred by the mean over all tokens, but each "
-            f"device along {axis} has a mean of its own: quantize outside of shard_map"
+            f"device along {axis} has, or may have, a mean of its own: quantize "
+            "outside of shard_map, and leave its check_vma on"
         )
     spec, operands = _attention.canonical(q, k, v, devices=devices, **options)
     spread = _Spread(axis, devices, order, method, same_descales=same)
@@ -344,17 +346,15 @@ def _plan(
     )
 
 
-def _is_same(x: Any, index: Array, axis: tuple[str, ...], unknown: bool = False) -> Any:
+def _is_same(x: Any, index: Array, axis: tuple[str, ...]) -> bool:
     """Whether x is known to be the same for all devices along the axis.
 
-    `unknown` is the answer where shard_map does not track that (check_vma=False).
+    Nothing that is traced is, where shard_map does not track that (check_vma=False).
     """
     if not isinstance(x, Tracer):
         return True
     tracked = set(axis) <= jax.typeof(index).manual_axis_type.varying
-    if not tracked:
-        return unknown
-    return not set(axis) & jax.typeof(x).manual_axis_type.varying
+    return tracked and not set(axis) & jax.typeof(x).manual_axis_type.varying
 
 
 def _mesh(
