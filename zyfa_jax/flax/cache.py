@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 if TYPE_CHECKING:
     from flax.typing import Dtype
@@ -60,8 +61,13 @@ class KeyValueCache:
         capacity are dropped.
 
         Raises:
-          ValueError: for keys or values that never fit.
+          ValueError: for keys or values that do not fit the cache or each other.
         """
+        if keys.shape[-3] != values.shape[-3]:
+            raise ValueError(
+                "a cache takes keys and values of the same tokens, not keys of "
+                f"{keys.shape} and values of {values.shape}"
+            )
         parts = []
         for name, old, new in (
             ("keys", self.keys, keys),
@@ -73,6 +79,11 @@ class KeyValueCache:
                 raise ValueError(
                     f"a cache whose {name} have shape {old.shape} takes up to "
                     f"{capacity} tokens of that shape, not {name} of {new.shape}"
+                )
+            if not isinstance(self.length, Tracer) and self.length + tokens > capacity:
+                raise ValueError(
+                    f"a cache of {capacity} tokens that holds {int(self.length)} has "
+                    f"no room for {tokens}"
                 )
             # A scatter, unlike a dynamic update of a slice, is split by the compiler
             # where the cache's tokens are sharded.
