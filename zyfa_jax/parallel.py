@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, get_args, ov
 
 import jax
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from . import _attention, _compat, _gradient, _parallel_ring
 from ._parallel_order import Order as Order
@@ -38,7 +38,6 @@ from ._quantize import Quantized
 from ._spec import FLOAT8, AttentionSpec
 
 if TYPE_CHECKING:
-    from jax.sharding import AbstractMesh
     from jaxtyping import Array, Float
 
     from ._attention import Input, LogSumExp, Options, Output
@@ -362,6 +361,10 @@ def _mesh(
 ) -> Mesh | AbstractMesh:
     if mesh is None:
         mesh = jax.sharding.get_abstract_mesh()
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(
+            f"zyfa_jax.parallel takes mesh as a jax.sharding.Mesh, not {mesh!r}"
+        )
     names = [name for some in axes for name in some]
     missing = [name for name in names if name not in mesh.axis_names]
     if missing:
