@@ -57,8 +57,8 @@ class KeyValueCache:
     ) -> KeyValueCache:
         """With the next tokens' keys and values, in the cache's dtype.
 
-        There must be room for them, which a traced length cannot tell: tokens past the
-        capacity are dropped.
+        There must be room for them. A traced length cannot tell; where there is none,
+        the cache's last tokens become NaN, and with them what attention makes of them.
 
         Raises:
           ValueError: for keys or values that do not fit the cache or each other.
@@ -85,14 +85,16 @@ class KeyValueCache:
                     f"a cache of {capacity} tokens that holds {int(self.length)} has "
                     f"no room for {tokens}"
                 )
+            fits = self.length <= capacity - tokens
+            new = jnp.where(fits, new.astype(old.dtype), jnp.array(np.nan, old.dtype))
             # A scatter, unlike a dynamic update of a slice, is split by the compiler
             # where the cache's tokens are sharded.
-            at = self.length + jnp.arange(tokens, dtype=jnp.int32)
-            place = old.at[..., at, :, :]
+            start = jnp.minimum(self.length, np.int32(capacity - tokens))
+            place = old.at[..., start + jnp.arange(tokens, dtype=jnp.int32), :, :]
             parts.append(
                 place.set(
-                    new.astype(old.dtype),
-                    mode="drop",
+                    new,
+                    mode="promise_in_bounds",
                     indices_are_sorted=True,
                     unique_indices=True,
                 )
