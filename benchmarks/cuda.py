@@ -155,6 +155,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     report.check(args)
+    if args.quantize and args.picture is not None:
+        raise SystemExit("--quantize draws no picture: --json gives its numbers")
     # Torch takes its memory from the same card.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     [device, *_] = jax.devices()

@@ -264,9 +264,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     report.check(args)
     devices = _devices(args.devices)
-    if args.devices is not None and len(devices) != args.devices:
-        print(f"--devices {args.devices}, but JAX sees {len(devices)} here")
-        return 2
+    if args.devices is not None:
+        if not 0 < args.devices <= len(devices):
+            print(f"--devices {args.devices}, but JAX sees {len(devices)} here")
+            return 2
+        devices = devices[: args.devices]
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)
@@ -307,10 +309,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _devices(count: int | None) -> list[Any]:
-    """The first so many devices, or all; on a CPU it is split into them."""
+    """All devices; a CPU is split into so many."""
     with contextlib.suppress(RuntimeError):  # there are devices already
-        jax.config.update("jax_num_cpu_devices", count or 8)
-    return jax.devices()[:count]
+        jax.config.update("jax_num_cpu_devices", 8 if count is None else max(count, 1))
+    return jax.devices()
 
 
 def _kinds(args: argparse.Namespace, devices: int) -> Iterator[tuple[Model, str]]:

@@ -72,6 +72,11 @@ def test_quantize_is_reported(tmp_path, capsys):
         assert x["plain"] > 0
 
 
+def test_quantize_draws_no_picture(tmp_path):
+    with pytest.raises(SystemExit, match="--quantize draws no picture"):
+        main([*QUICK, "--quantize", "--picture", str(tmp_path / "x.svg")])
+
+
 def test_without_a_gpu_it_says_so(capsys):
     assert main(["cuda"]) == 2
     assert "needs an NVIDIA GPU" in capsys.readouterr().out

@@ -131,6 +131,36 @@ def test_what_never_fits_is_an_error(tokens, shape):
         layer(inputs(BATCH, tokens, FEATURES), cache=cache)
 
 
+def test_a_full_cache_is_an_error():
+    cache = KeyValueCache.empty((BATCH,), CAPACITY, 2, 16, dtype=jnp.float32)
+    tokens = jnp.ones((BATCH, 25, 2, 16))
+    cache = cache.append(tokens, tokens)
+    with pytest.raises(ValueError, match=r"of 40 tokens that holds 25 .* for 25"):
+        cache.append(tokens, tokens)
+
+
+@pytest.mark.parametrize("precision", [None, "fp8"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_full_cache_gives_nan_where_its_length_is_traced(name, precision):
+    kind, options, shape = LAYERS[name]
+    layer = with_nnx(kind, precision=precision, **options)
+    x = inputs(BATCH, 20, FEATURES)
+    cache = KeyValueCache.empty((BATCH,), 45, *shape, dtype=jnp.float32)
+    for _ in range(2):
+        y, cache = layer(x, cache=cache)
+        assert np.isfinite(y).all()
+    for _ in range(2):
+        y, cache = layer(x, cache=cache)
+        assert np.isnan(y).all()
+
+
+def test_keys_and_values_of_other_tokens_are_an_error():
+    cache = KeyValueCache.empty((BATCH,), CAPACITY, 2, 16, dtype=jnp.float32)
+    tokens = jnp.ones((BATCH, 3, 2, 16))
+    with pytest.raises(ValueError, match=r"same tokens, not keys of \(2, 3, .*2, 2, "):
+        cache.append(tokens, tokens[:, :2])
+
+
 def test_lengths_with_a_cache_are_an_error():
     layer = with_nnx("GroupedQueryAttention", **GROUPED)
     cache = KeyValueCache.empty((BATCH,), CAPACITY, 2, 16, dtype=jnp.float32)

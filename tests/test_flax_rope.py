@@ -112,6 +112,10 @@ def test_rotary_turns_by_scaled_frequencies_and_multiplies():
             "YarnScaling takes a positive attention_factor, not 0",
         ),
         (lambda n: YarnScaling("40", 4096), "a positive factor, not '40'"),
+        (
+            lambda n: YarnScaling(40.0, 4096, beta_fast=1.0, beta_slow=32.0),
+            "beta_fast not below beta_slow, not 1.0 and 32.0",
+        ),
     ],
 )
 def test_wrong_scaling(make: Any, message):

@@ -25,7 +25,7 @@ import tokenizers  # noqa: E402
 from examples import models  # noqa: E402
 from examples.models import __main__ as command  # noqa: E402
 from examples.models import moe, weights  # noqa: E402
-from examples.models.config import Experts  # noqa: E402
+from examples.models.config import Experts, GroupedHeads  # noqa: E402
 from examples.models.prefill import init_caches, step  # noqa: E402
 
 MISTRAL: dict[str, Any] = {
@@ -270,9 +270,25 @@ WRONG = {
         settings(rope_scaling={"type": "linear", "factor": -2}),
         "rope_scaling in config.json has factor=-2, where a positive number is taken",
     ),
+    "rope settings that do not go together": (
+        settings(
+            rope_scaling={
+                "rope_type": "yarn",
+                "factor": 4,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 1,
+                "beta_slow": 32,
+            }
+        ),
+        "config.json: YarnScaling takes beta_fast not below beta_slow, not 1.0 and 32",
+    ),
     "rope is no object": (settings(rope_scaling=3), "rope_scaling=3, which is no obj"),
     "no weights": (remove("model.safetensors"), "neither model.safetensors nor"),
     "weights cut off": (truncate, "model.safetensors is damaged or incomplete"),
+    "index of no files": (
+        spoil("model.safetensors.index.json", '{"weight_map": {"a": 3}}'),
+        "index.json has weight_map entries that are no file names",
+    ),
     "shard missing": (shards, "1 of 2 weight files.*model-00002-of-00002"),
     "tensor missing": (
         tensors(lambda held: held.pop(QUERY)),
@@ -327,6 +343,44 @@ def test_wrong_folder(mistral, capsys, name):
 )
 def test_wrong_deepseek(tmp_path, changes, message):
     (tmp_path / "config.json").write_text(json.dumps({**DEEPSEEK, **changes}))
+    with pytest.raises(models.InputError, match=message):
+        models.read_config(tmp_path)
+
+
+QWEN3 = {**MISTRAL, "architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"max_window_layers": 1}, (None, 6)),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, (6, None)),
+        ({"layer_types": ["full_attention"] * 2}, (None, None)),
+        ({"use_sliding_window": False}, (None, None)),
+    ],
+)
+def test_windows_of_qwen3(tmp_path, changes, windows):
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3, **changes}))
+    attention = models.read_config(tmp_path).attention
+    assert isinstance(attention, GroupedHeads)
+    assert attention.windows == windows
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "has no max_window_layers"),
+        ({"layer_types": ["full_attention"]}, "where 2 of full_attention, sliding_att"),
+        ({"layer_types": ["linear_attention"] * 2}, r"layer_types=\['linear_attention"),
+        ({"layer_types": 3}, "layer_types=3, where 2 of"),
+        (
+            {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 2},
+            "where 2 of full_attention are taken",
+        ),
+    ],
+)
+def test_wrong_windows_of_qwen3(tmp_path, changes, message):
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3, **changes}))
     with pytest.raises(models.InputError, match=message):
         models.read_config(tmp_path)
 

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zyfa_jax
-from zyfa_jax import _parallel_ring, parallel, quantize
+from zyfa_jax import Quantized, _parallel_ring, parallel, quantize
 from zyfa_jax._gradient import Operands
 from zyfa_jax._spec import AttentionSpec
 
@@ -308,13 +308,37 @@ def test_descales_of_each_device_travel(order, check_vma):
         inside(gather, 4, check_vma=check_vma)(q, k, v)
 
 
-def test_a_mean_of_each_device_is_refused():
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_mean_of_each_device_is_refused(check_vma):
     def call(q, k, v):
         k = quantize(k, center=True)
         return parallel.attention(quantize(q), k, quantize(v), axis_name="t")
 
     with pytest.raises(ValueError, match="mean of its own"):
-        inside(call, 4)(*self_attention())
+        inside(call, 4, check_vma=check_vma)(*self_attention())
+
+
+@every
+def test_one_mean_of_all_devices_is_taken_inside_shard_map(order, method):
+    q, k, v = self_attention()
+    inputs = quantize(q), quantize(k + np.float32(2), center=True), quantize(v)
+    q8, k8, v8 = (parallel.zigzag(x, 4) if order == "zigzag" else x for x in inputs)
+
+    def call(q, k, v, *parts):
+        q, k, v = (Quantized(x, *of) for x, of in zip((q, k, v), parts, strict=True))
+        return parallel.attention(
+            q, k, v, axis_name="t", order=order, method=method, return_lse=True
+        )
+
+    arrays = [x.values for x in (q8, k8, v8)]
+    parts = (q8.descale,), (k8.descale, k8.center), (v8.descale,)
+    spread_lse = P(None, None, "t")
+    specs = (*[OVER_TOKENS] * 3, P(), P(), P())
+    out, lse = inside(call, 4, specs, (OVER_TOKENS, spread_lse))(*arrays, *parts)
+    if order == "zigzag":
+        out, lse = parallel.unzigzag(out, 4), parallel.unzigzag(lse, 4, axis=2)
+    want = zyfa_jax.attention(*inputs, return_lse=True)
+    assert_same((out.astype(F32), lse), (want[0].astype(F32), want[1]), 0.05)
 
 
 @pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")

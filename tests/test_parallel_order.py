@@ -86,6 +86,7 @@ REFUSED = {
     "axis": ({"axis_name": "s"}, r"'s' is no axis: got a mesh .*'b', 't', 'h'"),
     "no axis": ({"axis_name": ()}, r"axis_name as mesh axes, not \(\)"),
     "axis of no name": ({"axis_name": 3}, "axis_name as the name .* not 3"),
+    "mesh": ({"mesh": ("t", 2)}, r"mesh as a jax.sharding.Mesh, not \('t', 2\)"),
     "one axis twice": (
         {"head_axes": "t"},
         r"one of batch, tokens and heads, got .*'t'",
@@ -112,11 +113,11 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     options, message = REFUSED[name]
-    options = {"tokens": (16, 16), "axis_name": "t", **options}
+    options = {"tokens": (16, 16), "axis_name": "t", "mesh": make_mesh(), **options}
     shapes = {x: options.pop(x) for x in ("tokens", "heads", "batch") if x in options}
     arrays = options.pop("arrays", None) or make(**shapes)
     with pytest.raises(ValueError, match=message):
-        parallel.attention(*arrays, mesh=make_mesh(), **options)
+        parallel.attention(*arrays, **options)
 
 
 def test_refused_without_a_mesh():
@@ -144,6 +145,8 @@ def test_unknown_keywords_are_named():
     ("call", "message"),
     [
         (lambda: parallel.zigzag(np.ones((2, 12)), 4), r"axis 1 of \(2, 12\) has 12"),
+        (lambda: parallel.zigzag([1, 2], 1, axis=0), "NumPy array or .*, not list"),
+        (lambda: parallel.zigzag(np.ones(8), 2, axis="t"), "an integer, not 't'"),
         (lambda: parallel.zigzag(np.ones(8), 2), r"not 1 of shape \(8,\)"),
         (lambda: parallel.zigzag(np.ones((2, 8)), 0), "above 0, not 0"),
         (lambda: parallel.zigzag(np.ones((2, 8)), 2.0), "above 0, not 2.0"),

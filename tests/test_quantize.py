@@ -171,6 +171,14 @@ def test_zeros_have_descale_one():
         assert not np.asarray(z.values, np.float32).any()
 
 
+def test_what_centring_leaves_nothing_of_has_descale_one():
+    """Also where numbers are so large that they are made smaller first."""
+    x = np.full((1, 1, 2, 8), 1e30, np.float32)
+    z = quantize(x, center=True)
+    np.testing.assert_array_equal(z.descale, np.ones((1, 2), np.float32))
+    np.testing.assert_array_equal(z.center, x[:, 0])
+
+
 @pytest.mark.parametrize("shape", [(0, 2, 8), (0, 5, 2, 8), (2, 0, 2, 8), (2, 5, 0, 8)])
 @pytest.mark.parametrize("options", [{}, OPTIONS[4], OPTIONS[-1]])
 def test_empty(shape, options):

@@ -152,7 +152,14 @@ def _reorder(x: Any, devices: int, axis: int | None, permute: Any) -> Any:
             descale=permute(descale, devices, -1) if x.block else descale,
             source=None if source is None else permute(source, devices, -3),
         )
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise ValueError(
+            "zyfa_jax.parallel takes a JAX or NumPy array or a Quantized, not "
+            f"{type(x).__name__}"
+        )
     axis = 1 if axis is None else axis
+    if not isinstance(axis, int | np.integer):
+        raise ValueError(f"zyfa_jax.parallel takes axis as an integer, not {axis!r}")
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(
             f"zyfa_jax.parallel takes an axis of the array, not {axis} of shape "

@@ -187,12 +187,13 @@ def define(x: Array, rounding: Rounding) -> tuple[Array, ...]:
     """(values, descale, mean): what every implementation of a call computes."""
     mean = [mean_over_tokens(x)] if rounding.center else []
     y, guard = prepare(x, *mean, rounding=rounding)
-    values, descale = _round(y, rounding)
+    values, largest = _round(y, rounding)
     # Compilers for GPUs take a conversion to FP8 and back for nothing.
     values = lax.optimization_barrier(values)
-    descale = descale / guard.reshape(
-        *guard.shape[:1], guard.shape[2], *(1 for _ in descale.shape[2:])
+    guard = guard.reshape(
+        *guard.shape[:1], guard.shape[2], *(1 for _ in largest.shape[2:])
     )
+    descale = _descale(largest) / jnp.where(largest == 0, 1, guard)
     return values, descale, *(m.squeeze(1) for m in mean)
 
 
@@ -243,7 +244,7 @@ def mean_over_tokens(x: Array) -> Array:
 
 
 def _round(y: Array, rounding: Rounding) -> tuple[Array, Array]:
-    """(y / descale in float8_e4m3fn, descale)."""
+    """(y / descale in float8_e4m3fn, the largest magnitude that makes each descale)."""
     tokens, block = y.shape[1], rounding.block
     if not block:
         per_token = _largest_of_heads(y, rounding)
@@ -257,7 +258,7 @@ def _round(y: Array, rounding: Rounding) -> tuple[Array, Array]:
         largest = jnp.swapaxes(largest, 1, 2)
     scaled = y / _descale(per_token)
     values = jnp.clip(scaled, -_FP8_MAX, _FP8_MAX).astype(FP8)
-    return values, _descale(largest)
+    return values, largest
 
 
 def _descale(largest: Array) -> Array:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, get_args, ov
 
 import jax
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from . import _attention, _compat, _gradient, _parallel_ring
 from ._parallel_order import Order as Order
@@ -38,7 +38,6 @@ from ._quantize import Quantized
 from ._spec import FLOAT8, AttentionSpec
 
 if TYPE_CHECKING:
-    from jax.sharding import AbstractMesh
     from jaxtyping import Array, Float
 
     from ._attention import Input, LogSumExp, Options, Output
@@ -132,7 +131,8 @@ def attention(
       return_lse: as for `zyfa_jax.attention`.
       **options: likewise. Offsets and lengths count the tokens of all devices, in their
         own order. Descales are those of a device's keys; inside shard_map they may
-        differ between devices, and then only "ring" takes them.
+        differ between devices, and then only "ring" takes them. The mean of centred
+        keys may not, and is taken only where shard_map knows that (check_vma=True).
 
     Returns:
       As `zyfa_jax.attention`, in the order and with the sharding of q.
@@ -191,10 +191,11 @@ def _inside(
     ]
     same = all(_is_same(x, index, axis) for x in descales)
     center = k.center if isinstance(k, Quantized) else None
-    if center is not None and not _is_same(center, index, axis, unknown=True):
+    if not _is_same(center, index, axis):
         raise ValueError(
             "zyfa_jax.parallel takes k centred by the mean over all tokens, but each "
-            f"device along {axis} has a mean of its own: quantize outside of shard_map"
+            f"device along {axis} has, or may have, a mean of its own: quantize "
+            "outside of shard_map, and leave its check_vma on"
         )
     spec, operands = _attention.canonical(q, k, v, devices=devices, **options)
     spread = _Spread(axis, devices, order, method, same_descales=same)
@@ -344,17 +345,15 @@ def _plan(
     )
 
 
-def _is_same(x: Any, index: Array, axis: tuple[str, ...], unknown: bool = False) -> Any:
+def _is_same(x: Any, index: Array, axis: tuple[str, ...]) -> bool:
     """Whether x is known to be the same for all devices along the axis.
 
-    `unknown` is the answer where shard_map does not track that (check_vma=False).
+    Nothing that is traced is, where shard_map does not track that (check_vma=False).
     """
     if not isinstance(x, Tracer):
         return True
     tracked = set(axis) <= jax.typeof(index).manual_axis_type.varying
-    if not tracked:
-        return unknown
-    return not set(axis) & jax.typeof(x).manual_axis_type.varying
+    return tracked and not set(axis) & jax.typeof(x).manual_axis_type.varying
 
 
 def _mesh(
@@ -362,6 +361,10 @@ def _mesh(
 ) -> Mesh | AbstractMesh:
     if mesh is None:
         mesh = jax.sharding.get_abstract_mesh()
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(
+            f"zyfa_jax.parallel takes mesh as a jax.sharding.Mesh, not {mesh!r}"
+        )
     names = [name for some in axes for name in some]
     missing = [name for name in names if name not in mesh.axis_names]
     if missing:

@@ -206,7 +206,12 @@ def _rope(fields: _Fields) -> Rope:
             f"config.json has rope scaling {kind!r}; offered are "
             f"{', '.join(_ROPE_SCALINGS)}"
         )
-    return Rope(theta, _ROPE_SCALINGS[kind](rope))
+    try:
+        return Rope(theta, _ROPE_SCALINGS[kind](rope))
+    except InputError:
+        raise
+    except ValueError as error:  # settings that do not go together
+        raise InputError(f"config.json: {error}") from None
 
 
 def _linear(rope: _Fields) -> LinearScaling:
@@ -214,16 +219,10 @@ def _linear(rope: _Fields) -> LinearScaling:
 
 
 def _llama3(rope: _Fields) -> Llama3Scaling:
-    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    if low >= high:
-        raise InputError(
-            f"config.json has low_freq_factor={low}, which is to be below "
-            f"high_freq_factor={high}"
-        )
     return Llama3Scaling(
         factor=rope.number("factor"),
-        low_freq_factor=low,
-        high_freq_factor=high,
+        low_freq_factor=rope.number("low_freq_factor"),
+        high_freq_factor=rope.number("high_freq_factor"),
         original_max_positions=rope.whole("original_max_position_embeddings"),
     )
 
@@ -252,6 +251,9 @@ _ROPE_SCALINGS: dict[str, Callable[[_Fields], RopeScaling | None]] = {
 }
 
 
+_WHOLE, _WINDOWED = "full_attention", "sliding_attention"
+
+
 def _grouped(
     fields: _Fields, *, qk_norm: bool, windows: tuple[int | None, ...]
 ) -> GroupedHeads:
@@ -278,13 +280,26 @@ def _mistral(architecture: str, fields: _Fields) -> Config:
 
 
 def _qwen3(architecture: str, fields: _Fields) -> Config:
-    """Its window, if it is used, is that of the layers from `max_window_layers` on."""
+    """Its window, if it is used, is that of the layers that `layer_types` names, or of
+    those from `max_window_layers` on."""
     common = _common(architecture, fields)
-    window, first = None, 0
+    layers = common["layers"]
+    window, first = None, layers
+    kinds = fields.get("layer_types")
     if fields.get("use_sliding_window"):
         window = fields.whole("sliding_window")
-        first = fields.whole("max_window_layers", least=0)
-    windows = tuple(window if i >= first else None for i in range(common["layers"]))
+        if kinds is None:
+            first = fields.whole("max_window_layers", least=0)
+    if kinds is None:
+        kinds = [_WHOLE if i < first else _WINDOWED for i in range(layers)]
+    offered = (_WHOLE,) if window is None else (_WHOLE, _WINDOWED)
+    listed = isinstance(kinds, list) and len(kinds) == layers
+    if not listed or any(kind not in offered for kind in kinds):
+        raise InputError(
+            f"config.json has layer_types={kinds!r}, where {layers} of "
+            f"{', '.join(offered)} are taken"
+        )
+    windows = tuple(window if kind == _WINDOWED else None for kind in kinds)
     return Config(**common, attention=_grouped(fields, qk_norm=True, windows=windows))
 
 

@@ -46,6 +46,10 @@ class Tensors(contextlib.AbstractContextManager["Tensors"]):
             index = read_json(folder / INDEX).get("weight_map")
             if not isinstance(index, dict):
                 raise InputError(f"{folder / INDEX} has no weight_map")
+            if not all(isinstance(file, str) for file in index.values()):
+                raise InputError(
+                    f"{folder / INDEX} has weight_map entries that are no file names"
+                )
             files = sorted(set(index.values()))
         elif (folder / WEIGHTS).exists():
             index, files = None, [WEIGHTS]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 if TYPE_CHECKING:
     from flax.typing import Dtype
@@ -56,12 +57,17 @@ class KeyValueCache:
     ) -> KeyValueCache:
         """With the next tokens' keys and values, in the cache's dtype.
 
-        There must be room for them, which a traced length cannot tell: tokens past the
-        capacity are dropped.
+        There must be room for them. A traced length cannot tell; where there is none,
+        the cache's last tokens become NaN, and with them what attention makes of them.
 
         Raises:
-          ValueError: for keys or values that never fit.
+          ValueError: for keys or values that do not fit the cache or each other.
         """
+        if keys.shape[-3] != values.shape[-3]:
+            raise ValueError(
+                "a cache takes keys and values of the same tokens, not keys of "
+                f"{keys.shape} and values of {values.shape}"
+            )
         parts = []
         for name, old, new in (
             ("keys", self.keys, keys),
@@ -74,14 +80,21 @@ class KeyValueCache:
                     f"a cache whose {name} have shape {old.shape} takes up to "
                     f"{capacity} tokens of that shape, not {name} of {new.shape}"
                 )
+            if not isinstance(self.length, Tracer) and self.length + tokens > capacity:
+                raise ValueError(
+                    f"a cache of {capacity} tokens that holds {int(self.length)} has "
+                    f"no room for {tokens}"
+                )
+            fits = self.length <= capacity - tokens
+            new = jnp.where(fits, new.astype(old.dtype), jnp.array(np.nan, old.dtype))
             # A scatter, unlike a dynamic update of a slice, is split by the compiler
             # where the cache's tokens are sharded.
-            at = self.length + jnp.arange(tokens, dtype=jnp.int32)
-            place = old.at[..., at, :, :]
+            start = jnp.minimum(self.length, np.int32(capacity - tokens))
+            place = old.at[..., start + jnp.arange(tokens, dtype=jnp.int32), :, :]
             parts.append(
                 place.set(
-                    new.astype(old.dtype),
-                    mode="drop",
+                    new,
+                    mode="promise_in_bounds",
                     indices_are_sorted=True,
                     unique_indices=True,
                 )

@@ -104,6 +104,11 @@ class YarnScaling:
 
     def __post_init__(self):
         _check_positive(self)
+        if self.beta_fast < self.beta_slow:
+            raise ValueError(
+                "YarnScaling takes beta_fast not below beta_slow, not "
+                f"{self.beta_fast} and {self.beta_slow}"
+            )
 
     @property
     def amplitude(self) -> float:

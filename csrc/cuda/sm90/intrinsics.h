@@ -321,7 +321,6 @@ ZYFA_DEVICE int Forget(int x) {
   return x;
 }
 
-// 2^x; denormal results become 0.
 // NaN if either is.
 ZYFA_DEVICE float Maximum(float a, float b) {
   float y;
@@ -335,6 +334,7 @@ ZYFA_DEVICE float Minimum(float a, float b) {
   return y;
 }
 
+// 2^x; denormal results become 0.
 ZYFA_DEVICE float Exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
