@@ -38,13 +38,16 @@ def test_unzigzag_is_the_inverse(shape, axis, module, devices):
     np.testing.assert_array_equal(parallel.unzigzag(there, devices, axis=axis), x)
 
 
-def test_under_jit_with_the_axis_sharded():
-    mesh = make_mesh()
-    x = jax.device_put(
-        jnp.arange(32).reshape(2, 16), jax.NamedSharding(mesh, P(None, "t"))
-    )
-    got = jax.jit(functools.partial(parallel.zigzag, devices=2))(x)
-    np.testing.assert_array_equal(got, parallel.zigzag(np.asarray(x), 2))
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_with_the_axis_sharded(axis_type, jit):
+    spread = jax.NamedSharding(make_mesh(axis_type), P(None, "t"))
+    x = jax.device_put(jnp.arange(32).reshape(2, 16), spread)
+    there = jit(functools.partial(parallel.zigzag, devices=2))(x)
+    np.testing.assert_array_equal(there, parallel.zigzag(np.asarray(x), 2))
+    back = jit(functools.partial(parallel.unzigzag, devices=2))(there)
+    np.testing.assert_array_equal(back, x)
+    assert jax.typeof(back) == jax.typeof(x)
 
 
 @pytest.mark.parametrize("granularity", ["head", "block"])

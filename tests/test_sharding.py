@@ -178,6 +178,17 @@ def test_explicit_mesh(kv_spec):
         np.testing.assert_allclose(got, want, atol=1e-4)
 
 
+def test_gradient_on_an_explicit_mesh_that_is_not_set():
+    arrays = inputs(8, 4)
+    spec = P("x", None, "y")
+    sharded = put(make_mesh(AxisType.Explicit), arrays, spec, spec)
+    gradients = jax.jit(jax.grad(loss, (0, 1, 2)))(*sharded)
+    wants = jax.jit(jax.grad(loss, (0, 1, 2)))(*arrays)
+    for got, want, x in zip(gradients, wants, sharded, strict=True):
+        assert jax.typeof(got) == jax.typeof(x)
+        np.testing.assert_allclose(got, want, atol=1e-4)
+
+
 def test_explicit_mesh_vmap():
     arrays = inputs(8, 4, batch=8)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))

@@ -43,9 +43,13 @@ def without_mesh() -> contextlib.AbstractContextManager:
 def automatic_axes(fun: Callable, results_like: Any) -> Callable:
     """Lets the compiler choose shardings within `fun`, where a mesh is explicit.
 
-    Results are sharded as `results_like`.
+    Results are sharded as `results_like`. The mesh is the one that is set, or else the
+    one in their types.
     """
     mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(results_like))
+        mesh = next((x for x in meshes if not x.empty), mesh)
     if not mesh.explicit_axes:
         return fun
     shardings = jax.tree.map(

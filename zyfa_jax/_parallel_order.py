@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from . import _compat
 from ._quantize import Quantized
 
 if TYPE_CHECKING:
@@ -148,9 +149,9 @@ def _reorder(x: Any, devices: int, axis: int | None, permute: Any) -> Any:
         source, descale = x.source, x.descale
         return dataclasses.replace(
             x,
-            values=permute(x.values, devices, -3),
-            descale=permute(descale, devices, -1) if x.block else descale,
-            source=None if source is None else permute(source, devices, -3),
+            values=_permuted(x.values, devices, -3, permute),
+            descale=_permuted(descale, devices, -1, permute) if x.block else descale,
+            source=None if source is None else _permuted(source, devices, -3, permute),
         )
     if not isinstance(x, jax.Array | np.ndarray):
         raise ValueError(
@@ -166,7 +167,14 @@ def _reorder(x: Any, devices: int, axis: int | None, permute: Any) -> Any:
             f"{x.shape}"
         )
     check_tokens(f"axis {axis} of {x.shape}", x.shape[axis], devices, "zigzag")
-    return permute(x, devices, axis)
+    return _permuted(x, devices, axis, permute)
+
+
+def _permuted(x: Any, devices: int, axis: int, permute: Any) -> Any:
+    if isinstance(x, np.ndarray):
+        return permute(x, devices, axis)
+    # No sharding rule knows reshapes of an axis that is spread over an explicit mesh.
+    return _compat.automatic_axes(lambda x: permute(x, devices, axis), x)(x)
 
 
 def _to_zigzag(x: Any, devices: int, axis: int) -> Any:
