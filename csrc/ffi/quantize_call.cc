@@ -87,7 +87,9 @@ ffi::ErrorOr<QuantizeLaunch> DecodeQuantize(const QuantizeCall& call,
   const bool measures = platform.measures && call.step == "measure";
   const bool finds_only = measures || call.step == "find";
   if (!rounds_only && !finds_only && call.step != "both") {
-    return Invalid("step must be find, round or both, got " +
+    const char* steps = platform.measures ? "find, round, both or measure"
+                                          : "find, round or both";
+    return Invalid(std::string("step must be ") + steps + ", got " +
                    std::string(call.step));
   }
   const size_t fewest = rounds_only ? 1 : 0;

@@ -178,7 +178,8 @@ def test_failures_carry_cudas_words(cuda, run):
 @pytest.mark.parametrize(
     ("shape", "step", "message"),
     [
-        ((1, 130, 2, 64), "neither", "step must be find, round or both, got neither"),
+        ((1, 130, 2, 64), "neither", "step must be find, round, both or measure, got"),
+        ((1, 130, 2, 64), "measure", r"found must have shape \(1, 2, 2, 4, 64\)"),
         ((130, 2, 64), "find", r"x must be .*got \(130, 2, 64\)"),
         ((1, 130, 2, 60), "find", "the CUDA kernels .* multiples of 8 .*got 60"),
         ((0, 1, 2**17, 64), "find", "the CUDA kernels take up to .* 65535 heads"),
