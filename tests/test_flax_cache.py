@@ -131,6 +131,30 @@ def test_what_never_fits_is_an_error(tokens, shape):
         layer(inputs(BATCH, tokens, FEATURES), cache=cache)
 
 
+def test_what_no_longer_fits_is_an_error():
+    keys = jnp.zeros((BATCH, 25, 2, 16))
+    cache = KeyValueCache.empty((BATCH,), CAPACITY, 2, 16, dtype=jnp.float32)
+    cache = cache.append(keys, keys)
+    with pytest.raises(ValueError, match=r"holds 25 takes .* 15 more, not 25"):
+        cache.append(keys, keys)
+    full = cache.append(keys[:, :15], keys[:, :15])
+    assert full.length == CAPACITY
+    dropped = jax.jit(KeyValueCache.append)(cache, keys, keys)
+    assert dropped.keys.shape == full.keys.shape
+
+
+@both
+@pytest.mark.parametrize("name", ["grouped", "latent"])
+def test_a_cache_of_another_dtype(make, name):
+    kind, options, shape = LAYERS[name]
+    layer, x = make(kind, **options), inputs(BATCH, TOKENS, FEATURES)
+    cache = KeyValueCache.empty((BATCH,), CAPACITY, *shape, dtype=jnp.bfloat16)
+    got, cache = in_chunks(layer, x, cache, (16, 15))
+    assert cache.keys.dtype == cache.values.dtype == jnp.bfloat16
+    assert got.dtype == jnp.float32
+    assert relative(got, layer(x)) < 0.01
+
+
 def test_lengths_with_a_cache_are_an_error():
     layer = with_nnx("GroupedQueryAttention", **GROUPED)
     cache = KeyValueCache.empty((BATCH,), CAPACITY, 2, 16, dtype=jnp.float32)

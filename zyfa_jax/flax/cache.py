@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 if TYPE_CHECKING:
     from flax.typing import Dtype
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 class KeyValueCache:
     """What an attention layer keeps of earlier tokens, in arrays of fixed capacity.
 
-    A pytree, made by `empty` or a layer's `init_cache`, and taken and returned by the
-    layers' `cache`. Latent attention keeps one "head": as keys the rotated channels
-    that all heads share, as values the normalised latent vectors.
+    A pytree, made by `empty`, and taken and returned by the layers' `cache`. Latent
+    attention keeps one "head": as keys the rotated channels that all heads share, as
+    values the normalised latent vectors.
 
     Attributes:
       keys: (batch..., capacity, key/value heads, head dim).
@@ -57,10 +58,10 @@ class KeyValueCache:
         """With the next tokens' keys and values, in the cache's dtype.
 
         There must be room for them, which a traced length cannot tell: tokens past the
-        capacity are dropped.
+        capacity are dropped then.
 
         Raises:
-          ValueError: for keys or values that never fit.
+          ValueError: for keys or values that do not fit.
         """
         parts = []
         for name, old, new in (
@@ -74,6 +75,13 @@ class KeyValueCache:
                     f"a cache whose {name} have shape {old.shape} takes up to "
                     f"{capacity} tokens of that shape, not {name} of {new.shape}"
                 )
+            if not isinstance(self.length, Tracer):
+                room = capacity - int(self.length)
+                if tokens > room:
+                    raise ValueError(
+                        f"a cache of {capacity} tokens that holds {self.length} takes "
+                        f"up to {room} more, not {tokens}"
+                    )
             # A scatter, unlike a dynamic update of a slice, is split by the compiler
             # where the cache's tokens are sharded.
             at = self.length + jnp.arange(tokens, dtype=jnp.int32)
