@@ -161,6 +161,18 @@ def test_keys_and_values_of_other_tokens_are_an_error():
         cache.append(tokens, tokens[:, :2])
 
 
+@both
+@pytest.mark.parametrize("name", ["grouped", "latent"])
+def test_a_cache_of_another_dtype(make, name):
+    kind, options, shape = LAYERS[name]
+    layer, x = make(kind, **options), inputs(BATCH, TOKENS, FEATURES)
+    cache = KeyValueCache.empty((BATCH,), CAPACITY, *shape, dtype=jnp.bfloat16)
+    got, cache = in_chunks(layer, x, cache, (16, 15))
+    assert cache.keys.dtype == cache.values.dtype == jnp.bfloat16
+    assert got.dtype == jnp.float32
+    assert relative(got, layer(x)) < 0.01
+
+
 def test_lengths_with_a_cache_are_an_error():
     layer = with_nnx("GroupedQueryAttention", **GROUPED)
     cache = KeyValueCache.empty((BATCH,), CAPACITY, 2, 16, dtype=jnp.float32)

@@ -116,8 +116,22 @@ def test_rotary_turns_by_scaled_frequencies_and_multiplies():
             lambda n: YarnScaling(40.0, 4096, beta_fast=1.0, beta_slow=32.0),
             "beta_fast not below beta_slow, not 1.0 and 32.0",
         ),
+        (lambda n: LinearScaling(math.inf), "a positive factor, not inf"),
+        (lambda n: rope.frequencies(n, 64), "a positive theta, not 0"),
+        (
+            lambda n: rope.frequencies(1e4, 64, {"rope_type": "linear"}),
+            "a scaling of zyfa_jax.flax.rope or None, not {'rope_type': 'linear'}",
+        ),
     ],
 )
 def test_wrong_scaling(make: Any, message):
     with pytest.raises(ValueError, match=message):
         make(0)
+
+
+def test_scaling_by_numbers_of_numpy():
+    got = YarnScaling(np.float32(40), np.int64(4096))
+    np.testing.assert_array_equal(
+        rope.frequencies(THETA, DIM, got),
+        rope.frequencies(THETA, DIM, YarnScaling(40.0, 4096)),
+    )

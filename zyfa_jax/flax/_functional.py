@@ -102,8 +102,8 @@ def attend(
     With precision="fp8", q, k and v are quantized per head, k centred over tokens;
     gradients pass straight through the rounding. `lengths` is the number of tokens of
     each batch element; later ones are not seen and give zeros. `kv_length` is how many
-    of the keys there are yet; the queries are the last of them. `attention` is called
-    in place of `zyfa_jax.attention`.
+    of the keys of a cache, in any dtype, there are yet; the queries are the last of
+    them. `attention` is called in place of `zyfa_jax.attention`.
     """
     check_precision(precision)
     batch = q.shape[:-3]
@@ -113,6 +113,8 @@ def attend(
             f"{batch}, {k.shape[:-3]} and {v.shape[:-3]}"
         )
     dtype = q.dtype
+    if kv_length is not None:
+        k, v = k.astype(dtype), v.astype(dtype)
     operands: list[Any]
     operands = [x.reshape(math.prod(batch), *x.shape[-3:]) for x in (q, k, v)]
     if lengths is not None:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class KeyValueCache:
     """What an attention layer keeps of earlier tokens, in arrays of fixed capacity.
 
-    A pytree, made by `empty` or a layer's `init_cache`, and taken and returned by the
-    layers' `cache`. Latent attention keeps one "head": as keys the rotated channels
-    that all heads share, as values the normalised latent vectors.
+    A pytree, made by `empty`, and taken and returned by the layers' `cache`. Latent
+    attention keeps one "head": as keys the rotated channels that all heads share, as
+    values the normalised latent vectors.
 
     Attributes:
       keys: (batch..., capacity, key/value heads, head dim).

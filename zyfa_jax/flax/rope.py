@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+import numbers
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -148,7 +149,18 @@ def yarn_amplitude(factor: float, mscale: float = 1.0) -> float:
 def frequencies(
     theta: float, dim: int, scaling: RopeScaling | None = None
 ) -> Float32[np.ndarray, "dim/2"]:
-    """Radians per token of each pair of channels: theta ** (-2 i / dim), scaled."""
+    """Radians per token of each pair of channels: theta ** (-2 i / dim), scaled.
+
+    Raises:
+      ValueError: for a theta or a scaling that is none.
+    """
+    if not _is_positive(theta):
+        raise ValueError(f"rotary embeddings take a positive theta, not {theta!r}")
+    if not isinstance(scaling, RopeScaling | None):
+        raise ValueError(
+            "rotary embeddings take a scaling of zyfa_jax.flax.rope or None, not "
+            f"{scaling!r}"
+        )
     plain = theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
     scaled = plain if scaling is None else scaling.apply(plain, theta)
     return scaled.astype(np.float32)
@@ -166,7 +178,13 @@ def _check_positive(scaling: RopeScaling) -> None:
     for name, value in dataclasses.asdict(scaling).items():
         if name == "truncate" or (name == "attention_factor" and value is None):
             continue
-        if not (isinstance(value, int | float) and value > 0):
+        if not _is_positive(value):
             raise ValueError(
                 f"{type(scaling).__name__} takes a positive {name}, not {value!r}"
             )
+
+
+def _is_positive(value: Any) -> bool:
+    """Whether it is a number, Python's or NumPy's, above 0 and finite."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return number and 0 < float(value) < math.inf
