@@ -630,3 +630,32 @@ def test_the_method_follows_what_would_be_gathered(monkeypatch):
     assert method(4) == "all-gather"
     monkeypatch.setattr(parallel, "GATHERED_BYTES", nbytes - 1)
     assert method(4) == "collective-permute"
+
+
+@every
+def test_exports(order, method):
+    mesh, inputs = make_mesh(4), placed(self_attention(), make_mesh(4))
+    call = functools.partial(
+        parallel.attention, mesh=mesh, axis_name="t", order=order, method=method
+    )
+    exported = jax.export.export(
+        jax.jit(call), disabled_checks=zyfa_jax.export_safety_checks()
+    )(*inputs)
+    assert_same(jax.jit(exported.call)(*inputs), call(*inputs))
+
+
+@pytest.mark.parametrize("sizes", ["b, 64", "2, 16*t"])
+def test_symbolic_sizes_are_not_offered(sizes):
+    """JAX ends the process where it fills in sizes inside of shard_map."""
+    shape = (*jax.export.symbolic_shape(sizes), 2, 16)
+    arrays = [jax.ShapeDtypeStruct(shape, F32)] * 3
+
+    def over_mesh(*arrays):
+        return parallel.attention(*arrays, mesh=make_mesh(4), axis_name="t")
+
+    def within(*arrays):
+        return parallel.attention(*arrays, axis_name="t")
+
+    for call in (over_mesh, inside(within, 4)):
+        with pytest.raises(NotImplementedError, match="known when tracing, but q has"):
+            jax.export.export(jax.jit(call))(*arrays)

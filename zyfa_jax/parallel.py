@@ -139,7 +139,8 @@ def attention(
 
     Raises:
       ValueError: for operands, arguments or axes that do not go together.
-      NotImplementedError: as `zyfa_jax.attention`.
+      NotImplementedError: as `zyfa_jax.attention`, and for symbolic sizes of
+        `jax.export`.
     """
     check_order(order)
     _check_method(method)
@@ -198,6 +199,7 @@ def _inside(
             "outside of shard_map, and leave its check_vma on"
         )
     spec, operands = _attention.canonical(q, k, v, devices=devices, **options)
+    _check_sizes(operands)
     spread = _Spread(axis, devices, order, method, same_descales=same)
     shares = (devices, 1)
     return _local(_plan(spec, operands, options, spread, shares), operands, center)
@@ -221,6 +223,7 @@ def _over_mesh(
       options: of `zyfa_jax.attention`.
     """
     spec, operands = _attention.canonical(q, k, v, **options)
+    _check_sizes(operands)
     batch, tokens, heads = (
         math.prod(mesh.shape[name] for name in names) for names in axes
     )
@@ -389,6 +392,15 @@ def _names(what: str, axes: Any) -> tuple[str, ...]:
             f"names, not {axes!r}"
         )
     return names
+
+
+def _check_sizes(operands: _gradient.Operands) -> None:
+    for name, x in zip("qkv", operands[:3], strict=True):
+        if not all(isinstance(size, int) for size in x.shape):
+            raise NotImplementedError(
+                "zyfa_jax.parallel takes sizes that are known when tracing, but "
+                f"{name} has shape {x.shape}"
+            )
 
 
 def _check_method(method: Any) -> None:
