@@ -1,13 +1,15 @@
-"""What rounds to FP8, as a primitive: in jnp, or by the kernels of a platform.
+"""What rounds to FP8 or int8, as a primitive: in jnp, or by the kernels of a platform.
 
 A call has one operand or two, and two results:
 
   x (B, S, H, D) bf16, f16 or f32; mean (B, H, D) float32, which is subtracted first
-  -> values (B, S, H, D) float8_e4m3fn, descale (B, H) or (B, H, ceil(S / block))
+  -> values (B, S, H, D) float8_e4m3fn or int8; descale (B, H), (B, H, ceil(S / block))
+     or, for each channel, (B, H, D)
 
-The kernels take one pass over x where each of their tiles of 128 tokens of a head has
-its own descale. Else they take two: the first finds the descale of each tile, of which
-XLA takes the largest, and the second rounds.
+The kernels make FP8 alone, with descales that a head's channels share. They take one
+pass over x where each of their tiles of 128 tokens of a head has its own descale. Else
+they take two: the first finds the descale of each tile, of which XLA takes the largest,
+and the second rounds.
 """
 
 from __future__ import annotations
@@ -34,11 +36,12 @@ from . import _axes, _compat, _ffi
 if TYPE_CHECKING:
     from jaxtyping import Array
 
-FP8 = jnp.float8_e4m3fn
+FP8 = np.dtype(jnp.float8_e4m3fn)
+INT8 = np.dtype(np.int8)
 TILE = 128
 """Tokens of a head that a workgroup of the kernels takes."""
 
-_FP8_MAX = 448.0
+_LARGEST = {FP8: 448.0, INT8: 127.0}
 _SMALLEST_NORMAL = float(jnp.finfo(jnp.float32).smallest_normal)
 _GUARD_ABOVE = 2.0**64
 _MAX_TOKENS = 2**31 - 2**16
@@ -55,9 +58,10 @@ class Rounding:
     """Everything static of one call.
 
     Attributes:
-      granularity: what shares a descale, "head", "tensor" or "block".
+      granularity: what shares a descale, "head", "tensor", "block" or "channel".
       block: tokens that share a descale; 0 if all of a head's tokens do.
       rotate: whether the last axis is rotated.
+      dtype: of the values, float8_e4m3fn or int8.
       tensors: how many arrays lie along the batch, each a tensor of its own.
       implementation: the platform whose kernel is asked for; None leaves it to the
         platform.
@@ -66,6 +70,7 @@ class Rounding:
     granularity: str
     block: int
     rotate: bool
+    dtype: np.dtype = FP8
     tensors: int = 1
     implementation: str | None = None
 
@@ -93,12 +98,15 @@ def _shapes(
     if rounding.block:
         shape.append(-(-tokens // rounding.block))
         axes.append(_even(mesh, t_axes, tokens, rounding.block) or None)
+    if rounding.granularity == "channel":
+        shape.append(x.shape[3])
+        axes.append(None)
     descale = x.update(
         shape=tuple(shape),
         dtype=np.dtype(np.float32),
         sharding=NamedSharding(mesh, PartitionSpec(*axes)),
     )
-    return x.update(dtype=np.dtype(FP8)), descale
+    return x.update(dtype=rounding.dtype), descale
 
 
 def _batch(
@@ -221,9 +229,13 @@ def mean_over_tokens(x: Array) -> Array:
 
 
 def _round(y: Array, rounding: Rounding) -> tuple[Array, Array]:
-    """(y / descale in float8_e4m3fn, descale)."""
+    """(y / descale in the dtype of the values, descale)."""
     tokens, block = y.shape[1], rounding.block
-    if not block:
+    top = _LARGEST[rounding.dtype]
+    if rounding.granularity == "channel":
+        of_all = _magnitude(y, axis=1)
+        per_token, largest = of_all[:, None], of_all
+    elif not block:
         per_token = _largest_of_heads(y, rounding)
         largest = per_token[:, 0, :, 0]
     else:
@@ -233,15 +245,16 @@ def _round(y: Array, rounding: Rounding) -> tuple[Array, Array]:
         largest = _magnitude(tiles, axis=(2, 4))
         per_token = jnp.repeat(largest, block, axis=1)[:, :tokens, :, None]
         largest = jnp.swapaxes(largest, 1, 2)
-    scaled = y / _descale(per_token)
-    values = jnp.clip(scaled, -_FP8_MAX, _FP8_MAX).astype(FP8)
-    return values, _descale(largest)
+    scaled = jnp.clip(y / _descale(per_token, top), -top, top)
+    if rounding.dtype == INT8:  # which has no NaN
+        scaled = jnp.where(jnp.isnan(scaled), 0, jnp.round(scaled))
+    return scaled.astype(rounding.dtype), _descale(largest, top)
 
 
-def _descale(largest: Array) -> Array:
+def _descale(largest: Array, top: float) -> Array:
     # A product, as XLA makes of a division by a constant, but in some programs only.
     # A descale below the normal range would be flushed to zero by some devices.
-    descale = jnp.maximum(largest * np.float32(1 / _FP8_MAX), _SMALLEST_NORMAL)
+    descale = jnp.maximum(largest * np.float32(1 / top), _SMALLEST_NORMAL)
     return jnp.where(largest == 0, 1.0, descale).astype(jnp.float32)
 
 
@@ -283,15 +296,17 @@ def _custom_call(
     """
     kernel = rounding.implementation or platform
     target = _ffi.target(platform, kernel, _ffi.QUANTIZE_TARGET)
-    if not (platform and kernel and target) or not _takes(x.shape):
+    if not (platform and kernel and target) or not _takes(rounding, x.shape):
         return None
     if not _ffi.has_kernel(kernel) and _ffi.is_present(platform):
         return None
     return target
 
 
-def _takes(shape: tuple[Any, ...]) -> bool:
+def _takes(rounding: Rounding, shape: tuple[Any, ...]) -> bool:
     """The limits of csrc/ffi/quantize_call.cc; unknown sizes are taken."""
+    if rounding.dtype != FP8 or rounding.granularity == "channel":
+        return False
     batch, tokens, heads, dim = shape
     if not isinstance(dim, int) or dim % 8 or not 8 <= dim <= 256:
         return False
