@@ -116,12 +116,12 @@ OPERANDS = [
     ),
     row(
         "mixed dtypes",
-        r"q, k and v of one dtype, got float32, bfloat16, float32",
+        r"q, k and v of one dtype, .* got float32, bfloat16, float32",
         k=ARRAYS["k"].astype(BF16),
     ),
     row(
         "mixed with FP8",
-        r"of one dtype, got float32, float32, float8_e4m3fn",
+        r"of one dtype, .* got float32, float32, float8_e4m3fn",
         v=ARRAYS["v"].astype(FP8),
     ),
     row(
@@ -135,7 +135,7 @@ OPERANDS = [
         TAKES + r", but q is float8_e4m3",
         cast(ml_dtypes.float8_e4m3),
     ),
-    row("int8", TAKES + r", but q is int8", cast(np.int8)),
+    row("int8", TAKES + r", but v is int8", cast(np.int8)),
     row("int32", TAKES + r", but v is int32", v=ARRAYS["v"].astype(np.int32)),
     row("bool", TAKES + r", but q is bool", cast(bool)),
     row("float64", TAKES + r", but q is float64", cast(np.float64)),
@@ -163,7 +163,7 @@ OPERANDS = [
 DESCALES = [
     row(
         "no descales",
-        r"float8_e4m3fn inputs with descales, but q_descale is None",
+        r"float8_e4m3fn and int8 inputs with descales, but q_descale is None",
         {name: FP8_ARRAYS[name] for name in "qkv"},
     ),
     row(
@@ -174,13 +174,13 @@ DESCALES = [
     ),
     row(
         "bfloat16 with a descale",
-        r"k_descale for float8_e4m3fn inputs, not for bfloat16",
+        r"k_descale for float8_e4m3fn and int8 inputs, not for bfloat16",
         cast(BF16),
         k_descale=1.0,
     ),
     row(
         "float32 with a descale",
-        r"q_descale for float8_e4m3fn inputs, not for float32",
+        r"q_descale for float8_e4m3fn and int8 inputs, not for float32",
         q_descale=1.0,
     ),
     row(
@@ -484,7 +484,7 @@ PARTS = [
     ),
     row(
         "descale beside its own",
-        r"q_descale for plain float8_e4m3fn arrays; a Quantized "
+        r"q_descale for plain float8_e4m3fn or int8 arrays; a Quantized "
         "has its own",
         QUANTIZED,
         q_descale=1.0,
@@ -505,7 +505,7 @@ PARTS = [
     ),
     row(
         "v rotated",
-        r"v that is not rotated, got rotated=True",
+        r"v that is neither rotated nor balanced, got rotated=True",
         QUANTIZED,
         v=quantize(ARRAYS["v"], rotate=True),
     ),
@@ -575,17 +575,17 @@ PARTS = [
     ),
     row(
         "block of 100",
-        r"block is a multiple of 128 tokens or 0, but k has 100",
+        r"block is a multiple of 128 tokens or 0, or for q 1, but k has 100",
         change(BLOCKS, "k", block=100),
     ),
     row(
         "block of -128",
-        r"block is a multiple of 128 tokens or 0, but v has -128",
+        r"block is a multiple of 128 tokens or 0, or for q 1, but v has -128",
         change(BLOCKS, "v", block=-128),
     ),
     row(
         "values in float32",
-        r"Quantized of float8_e4m3fn, but q holds float32",
+        r"Quantized of float8_e4m3fn or int8, but q holds float32",
         {name: Quantized(x, QUANTIZED[name].descale) for name, x in ARRAYS.items()},
     ),
     row(

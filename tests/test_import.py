@@ -58,6 +58,7 @@ def test_public_names():
         "backends",
         "export_safety_checks",
         "quantize",
+        "quantize_qkv",
     }
 
 

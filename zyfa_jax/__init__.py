@@ -13,5 +13,6 @@ from ._gradient import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from ._primitive import export_safety_checks as export_safety_checks
 from ._quantize import Quantized as Quantized
 from ._quantize import quantize as quantize
+from ._quantize import quantize_qkv as quantize_qkv
 
 __version__ = "0.1.0"

@@ -12,13 +12,19 @@ from . import _gradient, _spec
 from ._blockwise import per_token
 from ._compat import match_varying
 from ._quantize import Quantized
-from ._spec import FLOAT8, KEY_BLOCK, AttentionSpec
+from ._spec import KEY_BLOCK, QUANTIZED_DTYPES, AttentionSpec
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Float, Int, Int8
     from numpy.typing import ArrayLike, DTypeLike
 
-    Input = Float[Array, "*b t h d"] | Float[np.ndarray, "*b t h d"] | Quantized
+    Input = (
+        Float[Array, "*b t h d"]
+        | Float[np.ndarray, "*b t h d"]
+        | Int8[Array, "*b t h d"]
+        | Int8[np.ndarray, "*b t h d"]
+        | Quantized
+    )
     Output = Float[Array, "*b t h e"]
     LogSumExp = Float[Array, "*b h t"]
 
@@ -95,25 +101,28 @@ def attention(
     value head dim may differ; a log-sum-exp is float32 of shape (B, H, T).
 
     FP8 inputs take FP8 probabilities made without an exponential (docs/numerics.md);
-    they resolve logits up to `2**20` in magnitude.
+    they resolve logits up to `2**20` in magnitude. So does int8, whose q and k come
+    with FP8 values: their products are exact, and the rest is the same.
 
     Args:
       q: queries, (B, T, H, D) or (T, H, D); bfloat16, float16, float32,
-        float8_e4m3fn with descales, or the `Quantized` of `zyfa_jax.quantize`.
+        float8_e4m3fn or int8 with descales, or the `Quantized` of `zyfa_jax.quantize`
+        or `zyfa_jax.quantize_qkv`.
       k: keys, (B, S, K, D) or (S, K, D), of q's dtype. H is a multiple of K: query
         head h reads key/value head h // (H / K).
-      v: values, (B, S, K, E) or (S, K, E), of q's dtype. The CPU kernel takes D and E
-        that are multiples of 8 up to 256, the ROCm kernels D 128 or 192 and E 128;
-        others take a slower path (`backends` says more).
+      v: values, (B, S, K, E) or (S, K, E), of q's dtype, and float8_e4m3fn where that
+        is int8. The CPU kernel takes D and E that are multiples of 8 up to 256, the
+        ROCm kernels D 128 or 192 and E 128; others take a slower path (`backends` says
+        more), as does int8 on GPUs.
       causal: whether a query sees no key past its own position.
       scale: what logits are multiplied by; a number or a traced scalar. By default
         1 / sqrt(D).
       window: how many keys a query sees on the (left, right) of its position, beside
         the key at it; None or -1 for an unbounded side. A number w means (w, w), and
         (w, 0) with causal.
-      q_descale: what the FP8 numbers of q are multiplied by to give its values; a
-        number or an array that broadcasts to (B, H), or (H,) for (T, H, D) inputs.
-        Needed for float8_e4m3fn inputs, and taken only for them.
+      q_descale: what the FP8 or int8 numbers of q are multiplied by to give its values;
+        a number or an array that broadcasts to (B, H), or (H,) for (T, H, D) inputs.
+        Needed for float8_e4m3fn and int8 inputs, and taken only for them.
       k_descale: likewise for k, broadcasting to (B, K).
       v_descale: likewise for v, broadcasting to (B, K). A traced descale that turns out
         negative gives NaN.
@@ -127,7 +136,7 @@ def attention(
         not seen. Traced lengths are clamped to 0..S.
       return_lse: whether to return the log-sum-exp of each query's logits as well.
       out_dtype: bfloat16, float16 or float32; by default q's dtype, and bfloat16 for
-        FP8 inputs.
+        FP8 and int8 inputs.
       implementation: None for the platform's best; "rocm", "cuda" or "cpu" for that
         platform's kernel alone; "reference" for the blockwise path in plain JAX.
 
@@ -223,6 +232,7 @@ def canonical(
         out_dtype=_out_dtype(out_dtype, dtypes[0]),
         q_block=blocks[0],
         kv_block=blocks[1],
+        v_channels=isinstance(v, Quantized) and v.channels,
         q_offset=known_offset if isinstance(known_offset, int) else None,
         implementation=implementation,
     )
@@ -279,15 +289,23 @@ def _check_quantized(inputs: list[Any]) -> None:
             "attention takes q and k both rotated or neither, got "
             f"rotated={q.rotated} and rotated={k.rotated}"
         )
-    if v.rotated:
-        raise ValueError("attention takes v that is not rotated, got rotated=True")
+    if q.balanced != k.balanced:
+        raise ValueError(
+            "attention takes q and k of one call of quantize_qkv, got "
+            f"balanced={q.balanced} and balanced={k.balanced}"
+        )
+    if v.rotated or v.balanced:
+        raise ValueError(
+            "attention takes v that is neither rotated nor balanced, got "
+            f"rotated={v.rotated} and balanced={v.balanced}"
+        )
     for name, x in (("q", q), ("v", v)):
         if x.center is not None:
             raise ValueError(
                 f"attention takes only k centred over tokens, but {name} is: its mean "
                 "changes the result"
             )
-    if k.block != v.block:
+    if k.block != v.block and not v.channels:
         raise ValueError(
             "attention takes k and v with one descale block, got "
             f"{k.block} and {v.block} tokens (0: one descale for all)"
@@ -296,18 +314,28 @@ def _check_quantized(inputs: list[Any]) -> None:
 
 def _check_parts(name: str, x: Quantized) -> None:
     """Raises ValueError unless the parts of a Quantized go together."""
-    if x.values.dtype != FLOAT8:
+    if x.values.dtype not in QUANTIZED_DTYPES:
         raise ValueError(
-            f"attention takes a Quantized of float8_e4m3fn, but {name} holds "
+            f"attention takes a Quantized of float8_e4m3fn or int8, but {name} holds "
             f"{x.values.dtype}"
         )
-    if not isinstance(x.block, int) or x.block < 0 or x.block % KEY_BLOCK:
+    of_token = name == "q" and x.block == 1
+    if (
+        not isinstance(x.block, int)
+        or x.block < 0
+        or (x.block % KEY_BLOCK and not of_token)
+    ):
         raise ValueError(
             "attention takes a Quantized whose block is a multiple of "
-            f"{KEY_BLOCK} tokens or 0, but {name} has {x.block!r}"
+            f"{KEY_BLOCK} tokens or 0, or for q 1, but {name} has {x.block!r}"
+        )
+    if x.channels and (name != "v" or x.block):
+        raise ValueError(
+            "attention takes descales for channels of v alone, and then none for "
+            f"blocks, but {name} has channels={x.channels} and block={x.block}"
         )
     *batch, tokens, heads, dim = x.values.shape
-    blocks = (-(-tokens // x.block),) if x.block else ()
+    blocks = (dim,) if x.channels else (-(-tokens // x.block),) if x.block else ()
     parts = (
         ("descale", x.descale, (*batch, heads, *blocks)),
         ("center", x.center, (*batch, heads, dim)),
@@ -364,16 +392,17 @@ def _descale(
     if isinstance(x, Quantized):
         if descale is not None:
             raise ValueError(
-                f"attention takes {name} for plain float8_e4m3fn arrays; a Quantized "
-                f"has its own, got {_describe(descale)}"
+                f"attention takes {name} for plain float8_e4m3fn or int8 arrays; a "
+                f"Quantized has its own, got {_describe(descale)}"
             )
         value = jnp.asarray(x.descale).astype(jnp.float32)
         value = value if batched else value[None]
-        value = value if x.block else value[..., None]
-    elif x.dtype != FLOAT8:
+        value = value if x.block or x.channels else value[..., None]
+    elif x.dtype not in QUANTIZED_DTYPES:
         if descale is not None:
             raise ValueError(
-                f"attention takes {name} for float8_e4m3fn inputs, not for {x.dtype}"
+                f"attention takes {name} for float8_e4m3fn and int8 inputs, not for "
+                f"{x.dtype}"
             )
         return jnp.ones((*shape, 1), jnp.float32)
     else:
@@ -387,8 +416,8 @@ def _broadcast_descale(
 ) -> Float[Array, "*b H"]:
     if descale is None:
         raise ValueError(
-            f"attention takes float8_e4m3fn inputs with descales, but {name} is None: "
-            "a value is its FP8 number times its descale (or pass what "
+            "attention takes float8_e4m3fn and int8 inputs with descales, but "
+            f"{name} is None: a value is its number times its descale (or pass what "
             "zyfa_jax.quantize returns)"
         )
     value = _real_array(descale)

@@ -1,5 +1,7 @@
 """Attention in blocks of keys, in plain JAX: memory linear in the sequence.
 
+Dot products of int8 are exact here, as float32 holds all integers below 2**24.
+
 The forward pass serves every call that no kernel takes, and implementation="reference".
 The backward pass serves every platform; it recomputes probabilities from the saved
 log-sum-exp (Dao et al., "FlashAttention-2", arXiv:2307.08691, section 3.1).
@@ -68,7 +70,7 @@ def forward(
     v: Float[Array, "b S K E"],
     q_scale: Float[Array, "B H nq"],
     k_scale: Float[Array, "b K nk"],
-    v_scale: Float[Array, "b K nk"],
+    v_scale: Float[Array, "b K nv"],
     q_offset: Int[Array, " B"],
     q_lengths: Int[Array, " B"],
     kv_lengths: Int[Array, " B"],
@@ -77,7 +79,9 @@ def forward(
 ) -> tuple[Float[Array, "B T H E"], Float[Array, "B H T"]]:
     """Output and log-sum-exp of the canonical call (see `_primitive.attention_p`)."""
     batch, tokens, heads, _ = q.shape
-    fp8 = q.dtype == FLOAT8
+    fp8 = v.dtype == FLOAT8
+    if spec.v_channels:
+        v, v_scale = _with_channels(v, v_scale)
     scale = per_token(q_scale, spec.q_block, tokens)
     qf = q.astype(jnp.float32)
     sign = jnp.where(scale < 0, np.float32(-1), np.float32(1))
@@ -126,7 +130,7 @@ def backward(
     v: Float[Array, "b S K E"],
     q_scale: Float[Array, "B H nq"],
     k_scale: Float[Array, "b K nk"],
-    v_scale: Float[Array, "b K nk"],
+    v_scale: Float[Array, "b K nv"],
     q_offset: Int[Array, " B"],
     q_lengths: Int[Array, " B"],
     kv_lengths: Int[Array, " B"],
@@ -139,6 +143,8 @@ def backward(
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "b S K D"], Float[Array, "b S K E"]]:
     """Cotangents in float32 of (q * q_scale, k * k_scale, v * v_scale)."""
     tokens = q.shape[1]
+    if spec.v_channels:
+        v, v_scale = _with_channels(v, v_scale)
     qf = q.astype(jnp.float32)
     scale = per_token(q_scale, spec.q_block, tokens)
     qf = _group(qf * jnp.moveaxis(scale, 1, 2)[..., None], k)
@@ -328,7 +334,7 @@ def _blocks(
     k: Float[Array, "b S K D"],
     v: Float[Array, "b S K E"],
     k_scale: Float[Array, "b K nk"],
-    v_scale: Float[Array, "b K nk"],
+    v_scale: Float[Array, "b K nv"],
     start: int,
     stop: Any,
     kv_block: int,
@@ -349,6 +355,14 @@ def _blocks(
         return jnp.moveaxis(jnp.take(scale, group, axis=2, mode="clip"), 2, 0)
 
     return _Block(starts, stack(k), stack(v), per_block(k_scale), per_block(v_scale))
+
+
+def _with_channels(
+    v: Float[Array, "b S K E"], v_scale: Float[Array, "b K E"]
+) -> tuple[Float[Array, "b S K E"], Float[Array, "b K one"]]:
+    """v times the descales of its channels, and the descales left."""
+    v = v.astype(jnp.float32) * v_scale[:, None]
+    return v, jnp.ones_like(v_scale, shape=(*v_scale.shape[:2], 1))
 
 
 def _unblock(x: Float[Array, "n b s k d"], tokens: Any) -> Float[Array, "b S k d"]:

@@ -33,7 +33,7 @@ class Operands(NamedTuple):
     v: Float[Array, "b S K E"]
     q_descale: Float[Array, "B H nq"]
     k_descale: Float[Array, "b K nk"]
-    v_descale: Float[Array, "b K nk"]
+    v_descale: Float[Array, "b K nv"]
     scale: Float[Array, ""]
     q_offset: Int[Array, " B"]
     q_lengths: Int[Array, " B"]
@@ -75,9 +75,8 @@ def _backward(
     cotangents: tuple[Array, Array],
 ) -> tuple[Operands]:
     operands = residuals[0]
-    differentiable = [x for x in operands if x is None or _is_inexact(x)]
     cotangent = _compat.automatic_axes(
-        functools.partial(_cotangent, spec), differentiable
+        functools.partial(_cotangent, spec), _differentiable(operands, operands)
     )(residuals, cotangents)
     return (with_integers(operands, cotangent),)
 
@@ -107,18 +106,26 @@ def of_operands(
       d_v: that of v * v_descale, which the output is made of.
     """
     d_q_descale = _over_tokens(d_q, x.q, x.q_descale, spec.q_block)
-    return [
-        _cast(d_q * x.scale, x.q, x.q_descale, spec.q_block),
-        _cast(d_k, x.k, x.k_descale, spec.kv_block),
-        _cast(d_v, x.v, x.v_descale, spec.kv_block),
+    if spec.v_channels:
+        d_v_descale = jnp.sum(d_v * x.v.astype(jnp.float32), axis=1)
+        of_v = x.v_descale[:, None]
+    else:
+        d_v_descale = _over_tokens(d_v, x.v, x.v_descale, spec.kv_block)
+        of_v = _of_tokens(x.v_descale, spec.kv_block, x.v)
+    cotangents = Operands(
+        _cast(d_q * x.scale, x.q, _of_tokens(x.q_descale, spec.q_block, x.q)),
+        _cast(d_k, x.k, _of_tokens(x.k_descale, spec.kv_block, x.k)),
+        _cast(d_v, x.v, of_v),
         d_q_descale * x.scale,
         _over_tokens(d_k, x.k, x.k_descale, spec.kv_block),
-        _over_tokens(d_v, x.v, x.v_descale, spec.kv_block),
+        d_v_descale,
         jnp.sum(d_q_descale * x.q_descale),
+        *x[7:10],
         _straight_through(d_q * x.scale, x.q_source),
         _straight_through(d_k, x.k_source),
         _straight_through(d_v, x.v_source),
-    ]
+    )
+    return _differentiable(x, cotangents)
 
 
 def with_integers(operands: Operands, cotangents: list[Array | None]) -> Operands:
@@ -130,16 +137,30 @@ def with_integers(operands: Operands, cotangents: list[Array | None]) -> Operand
     )
 
 
+def _differentiable(operands: Operands, of_each: Operands) -> list[Array | None]:
+    """What there is of each operand, for those that are not integers."""
+    pairs = zip(operands, of_each, strict=True)
+    return [y for x, y in pairs if x is None or _is_inexact(x)]
+
+
 attention.defvjp(_forward, _backward)
 
 
-def _cast(d_value: Array, x: Array, descale: Array, block: int) -> Array:
-    """The cotangent of the numbers themselves, saturating where they are FP8."""
+def _cast(d_value: Array, x: Array, descale: Array) -> Array:
+    """The cotangent of the numbers themselves, saturating where they are FP8.
+
+    `descale` broadcasts to x.
+    """
     if x.dtype == FLOAT8:
-        tokens = _blockwise.per_token(descale, block, x.shape[1])
-        d_value = d_value * jnp.moveaxis(tokens, 1, 2)[..., None]
+        d_value = d_value * descale
         d_value = jnp.clip(d_value, np.float32(-448), np.float32(448))
-    return d_value.astype(x.dtype)
+    return d_value.astype(x.dtype) if _is_inexact(x) else d_value
+
+
+def _of_tokens(descale: Array, block: int, x: Array) -> Array:
+    """The descale of each token, (B, S, H, 1)."""
+    tokens = _blockwise.per_token(descale, block, x.shape[1])
+    return jnp.moveaxis(tokens, 1, 2)[..., None]
 
 
 def _over_tokens(d_value: Array, x: Array, descale: Array, block: int) -> Array:

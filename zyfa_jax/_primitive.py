@@ -2,16 +2,19 @@
 
 The canonical call has nine operands and two results:
 
-  q (B, T, H, D), k (b, S, K, D), v (b, S, K, E)    one of bf16, f16, f32, e4m3fn
-  q_scale (B, H, nq), k_scale (b, K, nk), v_scale (b, K, nk)             float32
+  q (B, T, H, D), k (b, S, K, D), v (b, S, K, E)    one of bf16, f16, f32, e4m3fn;
+                                                    or q and k int8, v e4m3fn
+  q_scale (B, H, nq), k_scale (b, K, nk), v_scale (b, K, nv)             float32
   q_offset (B,), q_lengths (B,), kv_lengths (B,)                         int32
   -> out (B, T, H, E), lse (B, H, T) float32, natural logarithm
 
 B is a multiple of b and H of K: query batch i reads key/value batch i // (B / b), as
 query head h reads key/value head h // (H / K). A logit is dot(q, k) * q_scale *
-k_scale; a value is v * v_scale. Query i stands at position i + q_offset and sees the
-keys of `AttentionSpec.window` around it that lie below kv_lengths; a query at or past
-q_lengths, or one that sees no key, gives zeros and lse = -inf.
+k_scale; a value is v * v_scale, where v_scale has the blocks of k_scale or, with
+`AttentionSpec.v_channels`, a number for each channel of v. Query i stands at position
+i + q_offset and sees the keys of `AttentionSpec.window` around it that lie below
+kv_lengths; a query at or past q_lengths, or one that sees no key, gives zeros and
+lse = -inf.
 """
 
 from __future__ import annotations
@@ -174,8 +177,11 @@ def _lower(
     left, right = (-1 if side is None else side for side in spec.window)
     quadratic = kernel == "cpu" if spec.quadratic is None else spec.quadratic
     workspace = [_workspace(avals[2])] if kernel == "cuda" else []
+    ctx = ctx.replace(avals_out=[*ctx.avals_out, *workspace])
+    if spec.v_channels:
+        ctx, operands = _with_rank_for_channels(ctx, operands)
     results = jax.ffi.ffi_lowering(target)(
-        ctx.replace(avals_out=[*ctx.avals_out, *workspace]),
+        ctx,
         *operands,
         window_left=np.int64(left),
         window_right=np.int64(right),
@@ -183,7 +189,7 @@ def _lower(
         kv_block=np.int64(spec.kv_block),
         quadratic=np.bool_(quadratic),
     )
-    return results[: len(ctx.avals_out)]
+    return results[: len(ctx.avals_out) - len(workspace)]
 
 
 mlir.register_lowering(attention_p, functools.partial(_lower, platform=None))
@@ -226,6 +232,21 @@ def _custom_call(
         _ffi.logger.debug("attention on %s: %s", platform, _ffi.detail(kernel))
         return None
     return target
+
+
+def _with_rank_for_channels(
+    ctx: mlir.LoweringRuleContext, operands: Sequence[Any]
+) -> tuple[mlir.LoweringRuleContext, tuple[Any, ...]]:
+    """The descales of v's channels as (b, K, 1, E), which the handlers know by rank."""
+    avals: Any = list(ctx.avals_in)
+    batch, heads, dim = avals[5].shape
+    of_blocks = ShapedArray((batch, heads, 1, dim), avals[5].dtype)
+    reshape = mlir.lower_fun(lambda x: x[:, :, None], multiple_results=False)
+    [scale] = reshape(
+        ctx.replace(avals_in=[avals[5]], avals_out=[of_blocks]), operands[5]
+    )
+    avals[5] = of_blocks
+    return ctx.replace(avals_in=avals), (*operands[:5], scale, *operands[6:])
 
 
 def _workspace(v: ShapedArray) -> ShapedArray:
@@ -288,7 +309,7 @@ def _sharding_rule(
     h, kv_h = factors("h", "g", heads, kv_heads)
     rule = (
         f"{b} t {h} d, {kv_b} s {kv_h} d, {kv_b} s {kv_h} e, {b} {h} m, {kv_b} {kv_h} "
-        f"n, {kv_b} {kv_h} n, {b}, {b}, {b} -> {b} t {h} e, {b} {h} t"
+        f"n, {kv_b} {kv_h} p, {b}, {b}, {b} -> {b} t {h} e, {b} {h} t"
     )
     return rule, sizes
 

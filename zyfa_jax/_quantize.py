@@ -1,4 +1,4 @@
-"""FP8 values with float32 descales, and how to make them."""
+"""FP8 or int8 values with float32 descales, and how to make them."""
 
 from __future__ import annotations
 
@@ -11,43 +11,54 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import _compat
+from . import _compat, _spec
 from . import _quantize_primitive as primitive
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Float32
+    from jaxtyping import Array, Float, Float32, Int8
+
+    Unquantized = Float[Array, "*b s h d"] | Float[np.ndarray, "*b s h d"]
 
 _BLOCK_UNIT = 128
 _GRANULARITIES = ("head", "tensor", "block")
 _DTYPES = ("bfloat16", "float16", "float32")
+_PRECISIONS = ("int8", "fp8")
+_MOST_BALANCE = 16
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """An array as float8_e4m3fn: an element is its value times its descale.
+    """An array as float8_e4m3fn or int8: an element is its value times its descale.
 
-    A pytree, made by `quantize` and taken by `attention` as q, k or v.
+    A pytree, made by `quantize` or `quantize_qkv` and taken by `attention` as q, k or
+    v.
 
     Attributes:
-      values: float8_e4m3fn, (B, S, H, D) or (S, H, D).
-      descale: float32, (B, H), or (B, H, ceil(S / block)) if `block` is not 0; without
-        B for (S, H, D).
+      values: float8_e4m3fn or int8, (B, S, H, D) or (S, H, D).
+      descale: float32, (B, H); or (B, H, ceil(S / block)) if `block` is not 0; or (B,
+        H, D) if `channels`; without B for (S, H, D).
       center: what was subtracted from every token of a head, float32 (B, H, D) or
         (H, D), in the rotated basis if `rotated`; None if nothing was.
-      source: what was rounded to `values * descale`, in the dtype given to `quantize`.
+      source: what was rounded to `values * descale`, in the dtype that was given.
         Gradients with respect to the values go here, as if the rounding were not
         there (the straight-through estimator). None if there are to be no gradients.
       block: tokens that share a descale; 0 if all of a head's tokens do.
-      rotated: whether the last axis was rotated by `quantize(..., rotate=True)`.
+      rotated: whether the last axis was rotated by a Hadamard matrix.
+      channels: whether each channel of a head has its own descale, for v alone.
+      balanced: whether channels were weighted, q's against k's, by `quantize_qkv`.
     """
 
-    values: Float[Array, "*b s h d"]
-    descale: Float32[Array, "*b h"] | Float32[Array, "*b h n"]
+    values: Float[Array, "*b s h d"] | Int8[Array, "*b s h d"]
+    descale: (
+        Float32[Array, "*b h"] | Float32[Array, "*b h n"] | Float32[Array, "*b h d"]
+    )
     center: Float32[Array, "*b h d"] | None = None
     source: Float[Array, "*b s h d"] | None = None
     block: int = dataclasses.field(default=0, metadata={"static": True})
     rotated: bool = dataclasses.field(default=False, metadata={"static": True})
+    channels: bool = dataclasses.field(default=False, metadata={"static": True})
+    balanced: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,10 +77,12 @@ class Quantized:
         return dataclasses.replace(self, source=None)
 
     def dequantize(self) -> Float32[Array, "*b s h d"]:
-        """`values` times `descale`, in float32: still centred and rotated."""
+        """`values` times `descale`, in float32: still centred, balanced, rotated."""
         tokens = self.values.shape[-3]
         descale = self.descale
-        if self.block:
+        if self.channels:
+            per_token = descale[..., None, :, :]
+        elif self.block:
             descale = jnp.repeat(descale, self.block, axis=-1)[..., :tokens]
             per_token = jnp.moveaxis(descale, -1, -2)[..., None]
         else:
@@ -78,7 +91,7 @@ class Quantized:
 
 
 def quantize(
-    x: Float[Array, "*b s h d"] | Float[np.ndarray, "*b s h d"],
+    x: Unquantized,
     *,
     granularity: Literal["head", "tensor", "block"] = "head",
     block: int = 128,
@@ -117,6 +130,128 @@ def quantize(
     )
 
 
+def quantize_qkv(
+    q: Unquantized,
+    k: Unquantized,
+    v: Unquantized,
+    *,
+    precision: Literal["int8", "fp8"] = "int8",
+) -> tuple[Quantized, Quantized, Quantized]:
+    """Rounds q, k and v to 8 bits so that attention over them errs least.
+
+    Logits do not change, in exact arithmetic, by what is done to q and k together:
+
+    - k is centred: see `quantize`.
+    - Channels are balanced: those of q are multiplied, and those of k divided, by the
+      power of two nearest to the root of the ratio of k's root mean square to q's. Of
+      all weights, that ratio's root makes the sum of squares of both least, which the
+      rounding error goes with; SmoothQuant (Xiao et al., arXiv:2211.10438) weighs
+      activations against weights so, by their maxima.
+    - Both are rotated: see `quantize`.
+
+    Finite inputs give finite values. A NaN in a query makes its result NaN; a NaN in a
+    key makes its value NaN, and so the results of the queries that see it. Infinities
+    saturate. Neither has a part in descales, means or weights.
+
+    Gradients pass through the rounding unchanged, to q, k and v.
+
+    Args:
+      q: bfloat16, float16 or float32, (B, T, H, D) or (T, H, D).
+      k: of q's dtype, (B, S, K, D) or (S, K, D); H is a multiple of K. All of the keys
+        that these queries see: k's mean and both balances are over tokens.
+      v: of q's dtype, (B, S, K, E) or (S, K, E).
+      precision: of q and k. "int8": with a descale for each query, and for each 128
+        keys; v in float8_e4m3fn with a descale for each of its channels. "fp8":
+        float8_e4m3fn with one descale for all tokens of a head, v likewise, which
+        every kernel takes.
+
+    Returns:
+      q, k and v for `attention`, which takes them together alone.
+
+    Raises:
+      ValueError: if the arrays do not go together, or for another precision.
+    """
+    if precision not in _PRECISIONS:
+        raise ValueError(
+            f"quantize_qkv takes precision {' or '.join(map(repr, _PRECISIONS))}, not "
+            f"{precision!r}"
+        )
+    for x in (q, k, v):
+        _check(x, "head", 0, "quantize_qkv")
+    _spec.check_operands([x.shape for x in (q, k, v)], [x.dtype for x in (q, k, v)])
+    q, k, v = (jnp.asarray(x) for x in (q, k, v))
+    q8, k8, v8 = _quantize_qkv(q, k, v, int8=precision == "int8")
+    return q8, k8, dataclasses.replace(v8, source=v)
+
+
+@functools.partial(jax.jit, static_argnames="int8")
+def _quantize_qkv(
+    q: Array, k: Array, v: Array, *, int8: bool
+) -> tuple[Quantized, Quantized, Quantized]:
+    """The source of v is None, for v itself."""
+    if q.ndim == 3:
+        z = _quantize_qkv(q[None], k[None], v[None], int8=int8)
+        return jax.tree.map(lambda leaf: leaf[0], z)
+    balanced_q, balanced_k = _compat.automatic_axes(_balanced, (q, k))(q, k)
+    head = primitive.Rounding("head", 0, center=False, rotate=False)
+    if not int8:
+        rotated = dataclasses.replace(head, rotate=True)
+        q8 = _quantize(balanced_q, rounding=rotated)
+        centred = dataclasses.replace(rotated, center=True)
+        k8 = _quantize(balanced_k, rounding=centred)
+        v8 = _quantize(v, rounding=head)
+    else:
+        of_int8 = functools.partial(
+            primitive.Rounding, "block", rotate=True, dtype=primitive.INT8
+        )
+        q8 = _quantize(balanced_q, rounding=of_int8(block=1, center=False))
+        k8 = _quantize(balanced_k, rounding=of_int8(block=_BLOCK_UNIT, center=True))
+        # What int8 cannot say, the descales of queries and the values of keys do.
+        nan = jnp.swapaxes(jnp.isnan(q).any(axis=-1), 1, 2)
+        q8 = dataclasses.replace(q8, descale=jnp.where(nan, np.nan, q8.descale))
+        nan = jnp.isnan(k).any(axis=-1, keepdims=True)
+        by_channel = dataclasses.replace(head, granularity="channel")
+        v = jnp.where(nan, jnp.asarray(np.nan, v.dtype), v)
+        v8 = _quantize(v, rounding=by_channel)
+    q8, k8 = (dataclasses.replace(x, balanced=True) for x in (q8, k8))
+    return q8, k8, v8
+
+
+def _balanced(q: Array, k: Array) -> tuple[Array, Array]:
+    """q and k with their channels weighted against each other."""
+    exponent = _balance(*lax.stop_gradient((q, k)))
+    of_q = jnp.repeat(exponent, q.shape[2] // k.shape[2], axis=2)
+    return _times(q, of_q), _times(k, -exponent)
+
+
+def _balance(q: Array, k: Array) -> Array:
+    """The exponent by which each channel of k is too large: int32 (B, 1, K, D)."""
+    k = k.astype(jnp.float32) - primitive.mean_over_tokens(k)
+    of_q = _mean_square(q.astype(jnp.float32))
+    batch, _, heads, dim = k.shape
+    of_q = of_q.reshape(batch, 1, heads, of_q.shape[2] // heads, dim).mean(axis=3)
+    log_ratio = jnp.log2(_mean_square(k)) - jnp.log2(of_q)
+    # Channels without numbers, or with too large ones, stay as they are.
+    log_ratio = jnp.where(jnp.isfinite(log_ratio), log_ratio, 0)
+    most = np.float32(_MOST_BALANCE)
+    return jnp.clip(jnp.round(log_ratio / 4), -most, most).astype(jnp.int32)
+
+
+def _mean_square(x: Array) -> Array:
+    """Of the finite numbers of each channel, (B, 1, H, D)."""
+    finite = jnp.isfinite(x)
+    count = jnp.maximum(finite.sum(axis=1, keepdims=True), 1)
+    total = jnp.where(finite, x * x, 0).sum(axis=1, keepdims=True)
+    return total / count.astype(jnp.float32)
+
+
+def _times(x: Array, exponent: Array) -> Array:
+    """x times a power of two: exactly, but for numbers near the ends of the range."""
+    dtype = jnp.float32 if x.dtype == jnp.float16 else x.dtype
+    one = jnp.ones(exponent.shape, jnp.float32)
+    return x.astype(dtype) * jnp.ldexp(one, exponent).astype(dtype)
+
+
 def quantize_by(
     implementation: str | None,
     x: Any,
@@ -148,7 +283,8 @@ def _quantize(x: Array, *, rounding: primitive.Rounding) -> Quantized:
         z = _quantize(x[None], rounding=rounding)
         return jax.tree.map(lambda leaf: leaf[0], z)
     values, descale, *means = _bind(lax.stop_gradient(x), rounding=rounding)
-    z = Quantized(values, descale, block=rounding.block)
+    channels = rounding.granularity == "channel"
+    z = Quantized(values, descale, block=rounding.block, channels=channels)
     if not (rounding.center or rounding.rotate):
         return z
     means = [_as(m[:, None], primitive.mean_over_tokens(x)) for m in means]
@@ -186,18 +322,18 @@ def _center(mean: Array, rotate: bool) -> Array:
     return mean.squeeze(1)
 
 
-def _check(x: Any, granularity: Any, block: Any) -> None:
+def _check(x: Any, granularity: Any, block: Any, name: str = "quantize") -> None:
     if isinstance(x, Quantized):
         raise ValueError(
-            "quantize takes an array that is not yet quantized, got Quantized"
+            f"{name} takes an array that is not yet quantized, got Quantized"
         )
     if not isinstance(x, jax.Array | np.ndarray):
-        raise ValueError(f"quantize takes a JAX or NumPy array, got {type(x).__name__}")
+        raise ValueError(f"{name} takes a JAX or NumPy array, got {type(x).__name__}")
     if str(x.dtype) not in _DTYPES:
-        raise ValueError(f"quantize takes bfloat16, float16 or float32, got {x.dtype}")
+        raise ValueError(f"{name} takes bfloat16, float16 or float32, got {x.dtype}")
     if x.ndim not in (3, 4):
         raise ValueError(
-            "quantize takes an array of shape (batch, tokens, heads, dim) or (tokens, "
+            f"{name} takes an array of shape (batch, tokens, heads, dim) or (tokens, "
             f"heads, dim), got {x.shape}"
         )
     if granularity not in _GRANULARITIES:

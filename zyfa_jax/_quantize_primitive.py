@@ -1,16 +1,18 @@
-"""What rounds to FP8, as a primitive: in jnp, or by the kernels of a platform.
+"""What rounds to FP8 or int8, as a primitive: in jnp, or by the kernels of a platform.
 
 A call has one operand, and two results or, centred, three:
 
   x (B, S, H, D) bf16, f16 or f32
-  -> values (B, S, H, D) float8_e4m3fn, descale (B, H) or (B, H, ceil(S / block)),
+  -> values (B, S, H, D) float8_e4m3fn or int8;
+     descale (B, H), (B, H, ceil(S / block)) or, for each channel, (B, H, D);
      mean (B, H, D) float32, which was subtracted first
 
-The kernels take one pass over x where each of their tiles of 128 tokens of a head has
-its own descale. Else they take two: the first finds the descale of each tile, of which
-XLA takes the largest, and the second rounds. The mean takes one more, by XLA; or, where
-a platform's kernels measure, one that gives the sums, the largest and the smallest
-number of each channel in each tile: with the mean they tell the descales as well.
+The kernels make FP8 alone, with descales that a head's channels share. They take one
+pass over x where each of their tiles of 128 tokens of a head has its own descale. Else
+they take two: the first finds the descale of each tile, of which XLA takes the largest,
+and the second rounds. The mean takes one more, by XLA; or, where a platform's kernels
+measure, one that gives the sums, the largest and the smallest number of each channel in
+each tile: with the mean they tell the descales as well.
 """
 
 from __future__ import annotations
@@ -37,11 +39,12 @@ from . import _axes, _compat, _ffi
 if TYPE_CHECKING:
     from jaxtyping import Array
 
-FP8 = jnp.float8_e4m3fn
+FP8 = np.dtype(jnp.float8_e4m3fn)
+INT8 = np.dtype(np.int8)
 TILE = 128
 """Tokens of a head that a workgroup of the kernels takes."""
 
-_FP8_MAX = 448.0
+_LARGEST = {FP8: 448.0, INT8: 127.0}
 _SMALLEST_NORMAL = float(jnp.finfo(jnp.float32).smallest_normal)
 _GUARD_ABOVE = 2.0**64
 _MAX_TOKENS = 2**31 - 2**16
@@ -65,10 +68,11 @@ class Rounding:
     """Everything static of one call.
 
     Attributes:
-      granularity: what shares a descale, "head", "tensor" or "block".
+      granularity: what shares a descale, "head", "tensor", "block" or "channel".
       block: tokens that share a descale; 0 if all of a head's tokens do.
       center: whether each head's mean over tokens is subtracted.
       rotate: whether the last axis is rotated.
+      dtype: of the values, float8_e4m3fn or int8.
       tensors: how many arrays lie along the batch, each a tensor of its own.
       implementation: the platform whose kernel is asked for; None leaves it to the
         platform.
@@ -78,6 +82,7 @@ class Rounding:
     block: int
     center: bool
     rotate: bool
+    dtype: np.dtype = FP8
     tensors: int = 1
     implementation: str | None = None
 
@@ -102,6 +107,9 @@ def _shapes(x: ShapedArray, rounding: Rounding) -> tuple[ShapedArray, ...]:
     if rounding.block:
         shape.append(-(-tokens // rounding.block))
         axes.append(_even(mesh, t_axes, tokens, rounding.block) or None)
+    if rounding.granularity == "channel":
+        shape.append(dim)
+        axes.append(None)
 
     def in_float32(shape: list[int], axes: list[Any]) -> ShapedArray:
         sharding = NamedSharding(mesh, PartitionSpec(*axes))
@@ -110,7 +118,7 @@ def _shapes(x: ShapedArray, rounding: Rounding) -> tuple[ShapedArray, ...]:
 
     mean = [in_float32([batch, heads, dim], [b_axes, h_axes, None])]
     return (
-        x.update(dtype=np.dtype(FP8)),
+        x.update(dtype=rounding.dtype),
         in_float32(shape, axes),
         *(mean if rounding.center else ()),
     )
@@ -193,7 +201,8 @@ def define(x: Array, rounding: Rounding) -> tuple[Array, ...]:
     guard = guard.reshape(
         *guard.shape[:1], guard.shape[2], *(1 for _ in largest.shape[2:])
     )
-    descale = _descale(largest) / jnp.where(largest == 0, 1, guard)
+    top = _LARGEST[rounding.dtype]
+    descale = _descale(largest, top) / jnp.where(largest == 0, 1, guard)
     return values, descale, *(m.squeeze(1) for m in mean)
 
 
@@ -244,9 +253,14 @@ def mean_over_tokens(x: Array) -> Array:
 
 
 def _round(y: Array, rounding: Rounding) -> tuple[Array, Array]:
-    """(y / descale in float8_e4m3fn, the largest magnitude that makes each descale)."""
+    """(y / descale in the dtype of the values, the largest magnitude behind each
+    descale)."""
     tokens, block = y.shape[1], rounding.block
-    if not block:
+    top = _LARGEST[rounding.dtype]
+    if rounding.granularity == "channel":
+        of_all = _magnitude(y, axis=1)
+        per_token, largest = of_all[:, None], of_all
+    elif not block:
         per_token = _largest_of_heads(y, rounding)
         largest = per_token[:, 0, :, 0]
     else:
@@ -256,15 +270,16 @@ def _round(y: Array, rounding: Rounding) -> tuple[Array, Array]:
         largest = _magnitude(tiles, axis=(2, 4))
         per_token = jnp.repeat(largest, block, axis=1)[:, :tokens, :, None]
         largest = jnp.swapaxes(largest, 1, 2)
-    scaled = y / _descale(per_token)
-    values = jnp.clip(scaled, -_FP8_MAX, _FP8_MAX).astype(FP8)
-    return values, largest
+    scaled = jnp.clip(y / _descale(per_token, top), -top, top)
+    if rounding.dtype == INT8:  # which has no NaN
+        scaled = jnp.where(jnp.isnan(scaled), 0, jnp.round(scaled))
+    return scaled.astype(rounding.dtype), largest
 
 
-def _descale(largest: Array) -> Array:
+def _descale(largest: Array, top: float) -> Array:
     # A product, as XLA makes of a division by a constant, but in some programs only.
     # A descale below the normal range would be flushed to zero by some devices.
-    descale = jnp.maximum(largest * np.float32(1 / _FP8_MAX), _SMALLEST_NORMAL)
+    descale = jnp.maximum(largest * np.float32(1 / top), _SMALLEST_NORMAL)
     return jnp.where(largest == 0, 1.0, descale).astype(jnp.float32)
 
 
@@ -306,15 +321,17 @@ def _custom_call(
     """
     kernel = rounding.implementation or platform
     target = _ffi.target(platform, kernel, _ffi.QUANTIZE_TARGET)
-    if not (platform and kernel and target) or not _takes(x.shape):
+    if not (platform and kernel and target) or not _takes(rounding, x.shape):
         return None
     if not _ffi.has_kernel(kernel) and _ffi.is_present(platform):
         return None
     return target
 
 
-def _takes(shape: tuple[Any, ...]) -> bool:
+def _takes(rounding: Rounding, shape: tuple[Any, ...]) -> bool:
     """The limits of csrc/ffi/quantize_call.cc; unknown sizes are taken."""
+    if rounding.dtype != FP8 or rounding.granularity == "channel":
+        return False
     batch, tokens, heads, dim = shape
     if not isinstance(dim, int) or dim % 8 or not 8 <= dim <= 256:
         return False
@@ -368,7 +385,7 @@ def _measured_descales(statistics: Array, mean: Array) -> Array:
         abs(high * guard - mean * guard), abs(low * guard - mean * guard)
     )
     largest = jnp.max(differences, axis=3)
-    descale = jnp.where(largest == 0, 0, _descale(largest))
+    descale = jnp.where(largest == 0, 0, _descale(largest, _LARGEST[FP8]))
     return descale / guard.squeeze(3)
 
 

@@ -14,6 +14,8 @@ import ml_dtypes
 import numpy as np
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+INT8 = np.dtype(np.int8)
+QUANTIZED_DTYPES = (FLOAT8, INT8)
 IMPLEMENTATIONS = ("rocm", "cuda", "cpu", "reference")
 KEY_BLOCK = 128
 """Keys per block of the FP8 numerics, and the unit of per-block descales."""
@@ -25,6 +27,7 @@ _INPUT_DTYPES = (
     FLOAT8,
 )
 _OUTPUT_DTYPES = _INPUT_DTYPES[:3]
+_INT8_CALL = (INT8, INT8, FLOAT8)
 _INT32 = np.iinfo(np.int32)
 _FLOAT32_MAX = np.finfo(np.float32).max
 _FARTHEST = 2**33  # beyond any distance from a key to a position
@@ -40,6 +43,8 @@ class AttentionSpec:
       out_dtype: dtype of the output.
       q_block: queries per descale; 0 means one descale for all of them.
       kv_block: keys per descale; 0 means one descale for all of them.
+      v_channels: whether v has a descale for each channel, which all of its tokens
+        share, whatever `kv_block` is.
       q_offset: the position of the first query where it is known when tracing; lets
         the blockwise path skip blocks that no query sees.
       quadratic: whether FP8 probabilities take the quadratic term; None leaves it to
@@ -51,6 +56,7 @@ class AttentionSpec:
     out_dtype: np.dtype
     q_block: int = 0
     kv_block: int = 0
+    v_channels: bool = False
     q_offset: int | None = None
     quadratic: bool | None = None
     implementation: str | None = None
@@ -79,9 +85,10 @@ def check_operands(
     got = f"got q {_shape(q)}, k {_shape(k)}, v {_shape(v)}"
     for name, dtype in zip("qkv", dtypes, strict=True):
         _check_dtype(name, dtype)
-    if len(set(dtypes)) != 1:
+    if tuple(dtypes) != _INT8_CALL and (len(set(dtypes)) != 1 or INT8 in dtypes):
         raise ValueError(
-            f"attention takes q, k and v of one dtype, got {_names(dtypes)}"
+            "attention takes q, k and v of one dtype, or int8 q and k with "
+            f"float8_e4m3fn v, got {_names(dtypes)}"
         )
     if not len(q) == len(k) == len(v) or len(q) not in (3, 4):
         raise ValueError(
@@ -154,8 +161,8 @@ def check_descale(name: str, value: np.ndarray) -> None:
     """Raises ValueError unless every known descale is a float32 number >= 0."""
     if not np.all(np.abs(value) <= _FLOAT32_MAX) or np.any(value < 0):
         raise ValueError(
-            f"attention takes {name} of finite numbers >= 0 (a value is its FP8 "
-            f"number times its descale), got {value.min()} to {value.max()}"
+            f"attention takes {name} of finite numbers >= 0 (a value is its FP8 or "
+            f"int8 number times its descale), got {value.min()} to {value.max()}"
         )
 
 
@@ -164,10 +171,11 @@ class KernelLimits:
     """What one platform's kernel takes; the blockwise path takes the rest.
 
     Attributes:
-      dtypes: of q, k and v.
+      dtypes: of q and k.
       head_dims: pairs of query/key and value head dim; None for any multiples of 8 up
         to 256.
       key_blocks: whether a head's keys and values may have several descales.
+      value_channels: whether each channel of v may have its own.
       int32: whether it counts tokens, bytes of a token and blocks of queries in 32
         bits.
     """
@@ -175,6 +183,7 @@ class KernelLimits:
     dtypes: tuple[np.dtype, ...] = _INPUT_DTYPES
     head_dims: tuple[tuple[int, int], ...] | None = None
     key_blocks: bool = True
+    value_channels: bool = False
     int32: bool = False
 
     def __str__(self) -> str:
@@ -217,7 +226,7 @@ def kernel_refusal(
     Args:
       kernel: the platform.
       shapes: of q, k and v; sizes that are not known are taken.
-      dtype: of q, k and v.
+      dtype: of q and k.
       spec: the rest of the call.
     """
     limits = KERNELS[kernel]
@@ -229,6 +238,8 @@ def kernel_refusal(
         return f"{_names(limits.dtypes)}, not {dtype.name}"
     if spec.kv_block and not limits.key_blocks:
         return f"one descale for all keys of a head, not one per {spec.kv_block} keys"
+    if spec.v_channels and not limits.value_channels:
+        return "one descale for all channels of v, not one per channel"
     return _too_large(shapes, dtype, spec) if limits.int32 else None
 
 
@@ -258,11 +269,12 @@ def default_scale(head_dim: int) -> float:
 
 
 def default_out_dtype(dtype: np.dtype) -> np.dtype:
-    return np.dtype(ml_dtypes.bfloat16) if dtype == FLOAT8 else dtype
+    quantized = dtype in QUANTIZED_DTYPES
+    return np.dtype(ml_dtypes.bfloat16) if quantized else dtype
 
 
 def _check_dtype(name: str, dtype: np.dtype) -> None:
-    if dtype in _INPUT_DTYPES:
+    if dtype in _INPUT_DTYPES or (dtype == INT8 and name != "v"):
         return
     hint = ""
     if dtype.name == "float8_e4m3fnuz":
@@ -270,6 +282,8 @@ def _check_dtype(name: str, dtype: np.dtype) -> None:
             ": the same bits mean half as much there; convert with "
             ".astype(float8_e4m3fn) and adjust the descale"
         )
+    elif dtype == INT8:
+        hint = ", which q and k can be"
     elif not dtype.isnative:
         hint = f" in foreign byte order ({dtype.str})"
     raise ValueError(

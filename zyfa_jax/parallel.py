@@ -11,11 +11,14 @@ docs/parallel.md says which order and which method to take.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, get_args, overload
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -35,7 +38,7 @@ from ._parallel_order import zigzag as zigzag
 from ._parallel_ring import Method as Method
 from ._parallel_ring import Plan
 from ._quantize import Quantized
-from ._spec import FLOAT8, AttentionSpec
+from ._spec import QUANTIZED_DTYPES, AttentionSpec
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -258,10 +261,11 @@ def _sharded(
     def of_descale(block: int) -> PartitionSpec:
         return PartitionSpec(batch, heads, tokens if block else None)
 
-    kv_descale = of_descale(plan.spec.kv_block)
+    k_descale = of_descale(plan.spec.kv_block)
+    v_descale = of_descale(0) if plan.spec.v_channels else k_descale
     specs = _gradient.Operands._make((
         array, array, array,
-        of_descale(plan.spec.q_block), kv_descale, kv_descale,
+        of_descale(plan.spec.q_block), k_descale, v_descale,
         PartitionSpec(), ints, ints, ints,
         *(None if x is None else array for x in operands[-3:]),
     ))  # fmt: skip
@@ -288,10 +292,32 @@ def _local(
     index = jax.lax.axis_index(plan.axis)
     *leaves, _ = _compat.match_varying([*leaves, index])
     operands = jax.tree.unflatten(structure, leaves)
-    out, lse = _parallel_ring.attention(plan, operands)
+    if plan.spec.v_channels:
+        out, lse = _with_channels(plan, operands)
+    else:
+        out, lse = _parallel_ring.attention(plan, operands)
     if center is not None:
         lse = lse + _attention.center_logits(plan.spec, operands, center)
     return out, lse
+
+
+def _with_channels(plan: Plan, operands: _gradient.Operands) -> tuple[Array, Array]:
+    """Multiplies by the descales of v's channels when all devices' shares are there:
+    what goes round has then one for all channels."""
+    of_channels, source = operands.v_descale, operands.v_source
+    spec = dataclasses.replace(
+        plan.spec, v_channels=False, out_dtype=np.dtype(np.float32)
+    )
+    one = jnp.ones_like(operands.k_descale)
+    if source is not None:
+        source = source.astype(jnp.float32) / of_channels[:, None]
+    operands = operands._replace(v_descale=one, v_source=source)
+    out, lse = _parallel_ring.attention(dataclasses.replace(plan, spec=spec), operands)
+    batch, tokens, heads, dim = out.shape
+    kv_heads = of_channels.shape[1]
+    grouped = out.reshape(batch, tokens, kv_heads, heads // kv_heads, dim)
+    out = (grouped * of_channels[:, None, :, None]).reshape(out.shape)
+    return out.astype(plan.spec.out_dtype), lse
 
 
 class _Spread(NamedTuple):
@@ -329,7 +355,7 @@ def _plan(
         check_tokens(name, tokens, devices, order)
         if parts > 1:
             check_blocks(name, block, tokens // parts)
-    same_descales = same_descales or operands.k.dtype != FLOAT8
+    same_descales = same_descales or operands.k.dtype not in QUANTIZED_DTYPES
     can_gather = same_descales or bool(spec.kv_block)
     if method is None:
         nbytes = sum(x.size * x.dtype.itemsize for x in (operands.k, operands.v))

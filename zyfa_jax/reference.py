@@ -1,9 +1,10 @@
 """What the kernels are held to, in NumPy.
 
 `attention` is the oracle: plain softmax attention in float64. `fp8_attention` is the
-FP8 arithmetic of the kernels: `fp8_softmax_block` gives the same codes, bit for bit,
-as every kernel does from the same logits. The other probabilities it takes ("exact
-block", "exact row", "unit") are those of published kernels, for comparison.
+FP8 arithmetic of the kernels, from FP8 or int8 logits: `fp8_softmax_block` gives the
+same codes, bit for bit, as every kernel does from the same logits. The other
+probabilities it takes ("exact block", "exact row", "unit") are those of published
+kernels, for comparison.
 
 All three take the layout of `zyfa_jax.attention`: q (B, T, H, D), k (B, S, K, D) and
 v (B, S, K, Dv), or the same without B; K divides H; a batch of k and v that divides
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import ml_dtypes
 import numpy as np
 
-from ._spec import canonical_window
+from ._spec import FLOAT8, INT8, canonical_window
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Float32, Int32, UInt8
@@ -93,6 +94,7 @@ def attention(
     v_descale: Any = None,
     q_block: int = 0,
     kv_block: int = 0,
+    v_channels: bool = False,
     q_offset: Any = None,
     q_lengths: Any = None,
     kv_lengths: Any = None,
@@ -100,7 +102,8 @@ def attention(
     """Softmax attention in float64, from inputs of any floating dtype.
 
     A descale is a scalar, broadcasts to (B, heads), or, with `q_block` or `kv_block`
-    tokens per descale, has the shape (B, heads, blocks). Query i stands at position
+    tokens per descale, has the shape (B, heads, blocks); with `v_channels` that of v
+    has the shape (B, heads, Dv). Query i stands at position
     i + q_offset; by default the last query of a sequence stands at its last key.
 
     Returns:
@@ -109,7 +112,7 @@ def attention(
     """
     call = _canonical(
         q, k, v, causal, scale, window, q_descale, k_descale, v_descale,
-        q_block, kv_block, q_offset, q_lengths, kv_lengths,
+        q_block, kv_block, v_channels, q_offset, q_lengths, kv_lengths,
     )  # fmt: skip
     out, lse = call.empty_result()
     for tile in call.tiles():
@@ -142,12 +145,14 @@ def fp8_attention(
     v_descale: Any = None,
     q_block: int = 0,
     kv_block: int = 0,
+    v_channels: bool = False,
     q_offset: Any = None,
     q_lengths: Any = None,
     kv_lengths: Any = None,
 ) -> tuple[Float[np.ndarray, "*b t h dv"], Float[np.ndarray, "*b h t"]]:
     """Attention over float8_e4m3fn inputs with probabilities in float8_e4m3fn.
 
+    q and k may be int8 both, whose dot products are exact in int32 and in float32.
     Arguments and results as for `attention`; products are in float32, as kernels have
     them, and summed over the blocks of keys in float64.
 
@@ -169,21 +174,21 @@ def fp8_attention(
       kernels do (they return bfloat16).
 
     Raises:
-      ValueError: for other probabilities, or inputs that are not float8_e4m3fn.
+      ValueError: for other probabilities, or inputs of other dtypes.
     """
     if probabilities not in PROBABILITIES:
         raise ValueError(
             f"probabilities must be one of {PROBABILITIES}, got {probabilities!r}"
         )
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if np.asarray(x).dtype != ml_dtypes.float8_e4m3fn:
-            raise ValueError(
-                f"fp8_attention takes float8_e4m3fn inputs, got {name} of dtype "
-                f"{np.asarray(x).dtype}"
-            )
+    dtypes = [np.asarray(x).dtype for x in (q, k, v)]
+    if dtypes not in ([FLOAT8] * 3, [INT8, INT8, FLOAT8]):
+        raise ValueError(
+            "fp8_attention takes float8_e4m3fn inputs, or int8 q and k with "
+            f"float8_e4m3fn v, got {', '.join(map(str, dtypes))}"
+        )
     call = _canonical(
         q, k, v, causal, scale, window, q_descale, k_descale, v_descale,
-        q_block, kv_block, q_offset, q_lengths, kv_lengths,
+        q_block, kv_block, v_channels, q_offset, q_lengths, kv_lengths,
     )  # fmt: skip
     step = _STEPS[probabilities]
     top = 0 if probabilities == "unit" else _TOP
@@ -551,12 +556,15 @@ class _Call:
 
 def _canonical(
     q, k, v, causal, scale, window, q_descale, k_descale, v_descale,
-    q_block, kv_block, q_offset, q_lengths, kv_lengths,
+    q_block, kv_block, v_channels, q_offset, q_lengths, kv_lengths,
 ) -> _Call:  # fmt: skip
     q, k, v = np.asarray(q), np.asarray(k), np.asarray(v)
     batched = q.ndim == 4
     if not batched:
         q, k, v = q[None], k[None], v[None]
+    if v_channels:
+        v = v.astype(np.float64) * np.asarray(v_descale, np.float64)[..., None, :, :]
+        v_descale = None
     (b, t, h, d), (bk, s, kv_heads, _) = q.shape, k.shape
     if (
         k.shape[3] != d
