@@ -339,6 +339,18 @@ def test_wrong_folder(mistral, capsys, name):
         ),
         ({"q_lora_rank": 1.5}, "q_lora_rank=1.5, where a whole number"),
         ({"kv_lora_rank": None}, "has no kv_lora_rank"),
+        (
+            {
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 4,
+                    "original_max_position_embeddings": 16,
+                    "mscale": "1",
+                    "mscale_all_dim": 1,
+                }
+            },
+            "rope_scaling in config.json has mscale='1', where a positive number",
+        ),
     ],
 )
 def test_wrong_deepseek(tmp_path, changes, message):

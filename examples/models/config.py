@@ -229,10 +229,9 @@ def _llama3(rope: _Fields) -> Llama3Scaling:
 
 def _yarn(rope: _Fields) -> YarnScaling:
     factor, amplitude = rope.number("factor"), rope.number_or_none("attention_factor")
-    mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
-    if amplitude is None and mscale and mscale_all_dim:
-        amplitude = yarn_amplitude(factor, mscale)
-        amplitude /= yarn_amplitude(factor, mscale_all_dim)
+    if amplitude is None and rope.get("mscale") and rope.get("mscale_all_dim"):
+        amplitude = yarn_amplitude(factor, rope.number("mscale"))
+        amplitude /= yarn_amplitude(factor, rope.number("mscale_all_dim"))
     return YarnScaling(
         factor=factor,
         original_max_positions=rope.whole("original_max_position_embeddings"),
