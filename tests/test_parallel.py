@@ -315,6 +315,29 @@ def test_a_mean_of_each_device_is_refused():
 
     with pytest.raises(ValueError, match="mean of its own"):
         inside(call, 4)(*self_attention())
+    assert np.isnan(inside(call, 4, check_vma=False)(*self_attention())).all()
+
+
+def test_one_mean_without_checks():
+    q, k, v = self_attention()
+    q, k, v = quantize(q), quantize(k, center=True), quantize(v)
+    want = zyfa_jax.attention(q, k, v, return_lse=True, out_dtype=jnp.float32)
+
+    def call(*inputs):
+        return parallel.attention(
+            *inputs, axis_name="t", return_lse=True, out_dtype=jnp.float32
+        )
+
+    def specs(x):
+        return jax.tree.map(lambda leaf: OVER_TOKENS if leaf.ndim == 4 else P(), x)
+
+    out = inside(
+        call, 4, tuple(map(specs, (q, k, v))), (OVER_TOKENS, P(None, None, "t")),
+        check_vma=False,
+    )(q, k, v)  # fmt: skip
+    difference = np.linalg.norm(out[0] - want[0])
+    assert difference < 0.02 * np.linalg.norm(want[0])
+    np.testing.assert_allclose(out[1], want[1], atol=0.05)
 
 
 @pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")

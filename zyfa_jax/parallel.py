@@ -16,6 +16,8 @@ import math
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, get_args, overload
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -132,7 +134,9 @@ def attention(
       return_lse: as for `zyfa_jax.attention`.
       **options: likewise. Offsets and lengths count the tokens of all devices, in their
         own order. Descales are those of a device's keys; inside shard_map they may
-        differ between devices, and then only "ring" takes them.
+        differ between devices, and then only "ring" takes them. Means of centred keys
+        may not; where shard_map does not track that (`check_vma=False`, pmap), such
+        keys give NaN.
 
     Returns:
       As `zyfa_jax.attention`, in the order and with the sharding of q.
@@ -153,7 +157,12 @@ def attention(
     if not tokens_axes:
         raise ValueError(f"attention takes axis_name as mesh axes, not {axis_name!r}")
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    if mesh is None and set(tokens_axes) <= set(manual):
+    if set(tokens_axes) <= set(manual):
+        if mesh is not None:
+            raise ValueError(
+                "attention inside shard_map takes no mesh, since its arrays are one "
+                f"device's; got {mesh}"
+            )
         if batch_axes is not None or head_axes is not None:
             raise ValueError(
                 "attention inside shard_map takes no batch_axes or head_axes, since "
@@ -197,6 +206,11 @@ def _inside(
             f"device along {axis} has a mean of its own: quantize outside of shard_map"
         )
     spec, operands = _attention.canonical(q, k, v, devices=devices, **options)
+    if center is not None and not _is_same(center, index, axis):
+        # Not known to differ, so that it shows when it runs.
+        operands = operands._replace(
+            scale=_nan_where_different(operands.scale, center, axis)
+        )
     spread = _Spread(axis, devices, order, method, same_descales=same)
     shares = (devices, 1)
     return _local(_plan(spec, operands, options, spread, shares), operands, center)
@@ -355,6 +369,13 @@ def _is_same(x: Any, index: Array, axis: tuple[str, ...], unknown: bool = False)
     if not tracked:
         return unknown
     return not set(axis) & jax.typeof(x).manual_axis_type.varying
+
+
+def _nan_where_different(scale: Array, center: Array, axis: tuple[str, ...]) -> Array:
+    """The softmax scale, or NaN if devices along the axis have different centers."""
+    center = jax.lax.stop_gradient(center)
+    same = jnp.all(jax.lax.pmax(center, axis) == jax.lax.pmin(center, axis))
+    return jnp.where(same, scale, np.float32(np.nan))
 
 
 def _mesh(
