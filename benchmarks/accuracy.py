@@ -118,8 +118,10 @@ Errors = dict[str, np.ndarray]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--seeds", type=int, default=3, help="inputs of each family")
+    parser.add_argument("--tokens", type=report.positive, default=8192)
+    parser.add_argument(
+        "--seeds", type=report.positive, default=3, help="inputs of each family"
+    )
     parser.add_argument(
         "--families",
         nargs="+",
@@ -141,6 +143,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     report.check(args)
+    if args.cases is not None and not args.cases.is_file():
+        raise SystemExit(f"there is no file {args.cases}")
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)

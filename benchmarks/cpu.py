@@ -45,9 +45,13 @@ BARS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096])
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--cores", type=int, default=2, help="cores to run on")
+    parser.add_argument(
+        "--tokens", type=report.positive, nargs="+", default=[1024, 4096]
+    )
+    parser.add_argument("--repeats", type=report.positive, default=7)
+    parser.add_argument(
+        "--cores", type=report.positive, default=2, help="cores to run on"
+    )
     parser.add_argument(
         "--quick",
         action="store_true",

@@ -129,11 +129,11 @@ BARS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--tokens", type=report.positive, nargs="+", default=TOKENS)
     parser.add_argument(
         "--inputs", nargs="+", choices=families.NAMES, default=INPUTS, metavar="FAMILY"
     )
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--repeats", type=report.positive, default=15)
     parser.add_argument(
         "--error-tokens",
         type=int,

@@ -26,6 +26,13 @@ FORMAT = 1
 NOT_OPTIONS = ("run", "json", "picture")
 
 
+def positive(text: str) -> int:
+    """The type of an option that counts something."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="where a report goes")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="PNG, SVG or PDF")

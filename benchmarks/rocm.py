@@ -132,10 +132,10 @@ class Result:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--tokens", type=report.positive, nargs="+", default=TOKENS)
     parser.add_argument(
         "--heads",
-        type=int,
+        type=report.positive,
         nargs=2,
         default=MISTRAL_7B.heads,
         metavar=("QUERY", "KEY_VALUE"),
@@ -144,7 +144,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--masks", nargs="+", choices=("causal", "full"), default=("causal", "full")
     )
-    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--repeats", type=report.positive, default=11)
     report.add_arguments(parser)
     parser.add_argument(
         "--quick",

@@ -238,10 +238,12 @@ class Result:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--devices", type=int, help="all by default; on CPUs 8")
+    parser.add_argument(
+        "--devices", type=report.positive, help="all by default; on CPUs 8"
+    )
     parser.add_argument(
         "--tokens",
-        type=int,
+        type=report.positive,
         nargs="+",
         help="of `parallel`; the fewest of them are those of the other ways",
     )
@@ -252,7 +254,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[x.name for x in MODELS],
     )
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=report.positive, default=5)
     report.add_arguments(parser)
     parser.add_argument(
         "--quick",

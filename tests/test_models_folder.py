@@ -240,9 +240,27 @@ WRONG = {
     "config is a list": (spoil("config.json", "[]"), "holds no JSON object"),
     "architecture": (
         settings(architectures=["GPT2LMHeadModel"]),
-        "of architecture GPT2LMHeadModel; offered are MistralForCausalLM, Qwen3For",
+        r"architectures=\['GPT2LMHeadModel'\]; offered are MistralForCausalLM, ",
     ),
-    "no architecture": (settings(architectures=None), "of architecture None"),
+    "no architecture": (settings(architectures=None), "architectures=None; offered"),
+    "architecture is no list": (settings(architectures=5), "architectures=5; offered"),
+    "architecture is no text": (
+        settings(architectures=[[]]),
+        r"architectures=\[\[\]\]",
+    ),
+    "odd head dim": (settings(head_dim=5), "head_dim=5, where .* take an even number"),
+    "yarn of no sense": (
+        settings(
+            rope_scaling={
+                "type": "yarn",
+                "factor": 4,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 1,
+                "beta_slow": 32,
+            }
+        ),
+        r"beta_fast=1.0, which is to be at least beta_slow=32.0",
+    ),
     "setting missing": (settings(hidden_size=None), "config.json has no hidden_size"),
     "setting no number": (
         settings(hidden_size="32"),
@@ -351,6 +369,7 @@ def test_wrong_folder(mistral, capsys, name):
             },
             "rope_scaling in config.json has mscale='1', where a positive number",
         ),
+        ({"qk_rope_head_dim": 5}, "qk_rope_head_dim=5, where .* take an even number"),
     ],
 )
 def test_wrong_deepseek(tmp_path, changes, message):
@@ -407,6 +426,7 @@ def test_wrong_windows_of_qwen3(tmp_path, changes, message):
             "tokens=2 takes heads=N that divide the model's 2 key/value heads",
         ),
         (("--mesh", "rows=2"), "heads=N,tokens=N, not 'rows=2'"),
+        (("--mesh", "heads=2,heads=1"), "heads=N,tokens=N, not 'heads=2,heads=1'"),
         (("--mesh", "heads=0"), "heads=N,tokens=N, not 'heads=0'"),
         (("--chunk", "0"), "'0' is not a positive whole number"),
         (("--precision", "fp4"), "invalid choice: 'fp4'"),

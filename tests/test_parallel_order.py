@@ -128,14 +128,21 @@ def test_refused_without_a_mesh():
         parallel.attention(*make(), axis_name="t")
 
 
-def test_refused_inside_shard_map():
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head_axes": "h"}, "inside shard_map takes no batch_axes or head_axes"),
+        ({"mesh": make_mesh()}, "inside shard_map takes no mesh"),
+    ],
+)
+def test_refused_inside_shard_map(options, message):
     def call(*arrays):
-        return parallel.attention(*arrays, axis_name="t", head_axes="h")
+        return parallel.attention(*arrays, axis_name="t", **options)
 
     split = jax.shard_map(
         call, mesh=make_mesh(), in_specs=P(None, "t"), out_specs=P(None, "t")
     )
-    with pytest.raises(ValueError, match="inside shard_map takes no batch_axes or"):
+    with pytest.raises(ValueError, match=message):
         split(*make(tokens=(16, 16)))
 
 

@@ -157,7 +157,12 @@ def attention(
     if not tokens_axes:
         raise ValueError(f"attention takes axis_name as mesh axes, not {axis_name!r}")
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    if mesh is None and set(tokens_axes) <= set(manual):
+    if set(tokens_axes) <= set(manual):
+        if mesh is not None:
+            raise ValueError(
+                "attention inside shard_map takes no mesh, since its arrays are one "
+                f"device's; got {mesh}"
+            )
         if batch_axes is not None or head_axes is not None:
             raise ValueError(
                 "attention inside shard_map takes no batch_axes or head_axes, since "

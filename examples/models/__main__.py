@@ -31,10 +31,12 @@ from .weights import load
 def parse_mesh(text: str) -> dict[str, int]:
     """`heads=8,tokens=1` as a dict."""
     try:
-        sizes = {name: int(size) for name, size in _pairs(text)}
+        pairs = [(name, int(size)) for name, size in _pairs(text)]
     except ValueError:
-        sizes = {"": 0}
-    if not set(sizes) <= set(AXES) or min(sizes.values()) < 1:
+        pairs = [("", 0)]
+    sizes = dict(pairs)
+    once = len(sizes) == len(pairs)
+    if not once or not set(sizes) <= set(AXES) or min(sizes.values()) < 1:
         raise argparse.ArgumentTypeError(
             f"a mesh is written heads=N,tokens=N, not {text!r}"
         )

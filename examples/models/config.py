@@ -103,12 +103,14 @@ def read_config(folder: Path) -> Config:
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder")
     fields = _Fields(read_json(folder / "config.json"))
-    architecture = next(iter(fields.get("architectures") or []), None)
-    if architecture not in ARCHITECTURES:
-        raise InputError(
-            f"{folder / 'config.json'} is of architecture {architecture}; offered are "
-            f"{', '.join(ARCHITECTURES)}"
-        )
+    match fields.get("architectures"):
+        case [str(architecture), *_] if architecture in ARCHITECTURES:
+            pass
+        case other:
+            raise InputError(
+                f"{folder / 'config.json'} has architectures={other!r}; offered are "
+                f"{', '.join(ARCHITECTURES)}"
+            )
     _refuse(
         fields,
         hidden_act="silu",
@@ -137,6 +139,15 @@ class _Fields:
             raise InputError(
                 f"{self._where} has {name}={value!r}, where a whole number from "
                 f"{least} on is taken"
+            )
+        return value
+
+    def even(self, name: str, default: int | None = None) -> int:
+        value = self.whole(name, default)
+        if value % 2:
+            raise InputError(
+                f"{self._where} has {name}={value}, where rotary embeddings take an "
+                "even number"
             )
         return value
 
@@ -232,11 +243,17 @@ def _yarn(rope: _Fields) -> YarnScaling:
     if amplitude is None and rope.get("mscale") and rope.get("mscale_all_dim"):
         amplitude = yarn_amplitude(factor, rope.number("mscale"))
         amplitude /= yarn_amplitude(factor, rope.number("mscale_all_dim"))
+    fast, slow = rope.number("beta_fast", 32), rope.number("beta_slow", 1)
+    if fast < slow:
+        raise InputError(
+            f"config.json has beta_fast={fast}, which is to be at least "
+            f"beta_slow={slow}"
+        )
     return YarnScaling(
         factor=factor,
         original_max_positions=rope.whole("original_max_position_embeddings"),
-        beta_fast=rope.number("beta_fast", 32),
-        beta_slow=rope.number("beta_slow", 1),
+        beta_fast=fast,
+        beta_slow=slow,
         attention_factor=amplitude,
         truncate=bool(rope.get("truncate", True)),
     )
@@ -266,7 +283,7 @@ def _grouped(
     return GroupedHeads(
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=fields.whole("head_dim", fields.whole("hidden_size") // heads),
+        head_dim=fields.even("head_dim", fields.whole("hidden_size") // heads),
         qk_norm=qk_norm,
         windows=windows,
     )
@@ -304,7 +321,7 @@ def _qwen3(architecture: str, fields: _Fields) -> Config:
 
 def _deepseek_v2(architecture: str, fields: _Fields) -> Config:
     common = _common(architecture, fields)
-    nope, rotary = fields.whole("qk_nope_head_dim"), fields.whole("qk_rope_head_dim")
+    nope, rotary = fields.whole("qk_nope_head_dim"), fields.even("qk_rope_head_dim")
     scale = (nope + rotary) ** -0.5
     rope = _rope_fields(fields)
     if rope.get("mscale_all_dim"):
