@@ -18,10 +18,11 @@ set(zyfa_flags_portable)
 set(zyfa_flags_avx2 -mavx2 -mfma -mf16c)
 set(zyfa_flags_avx512 ${zyfa_flags_avx2} -mavx512f -mavx512bw -mavx512vl
                       -mavx512dq -mprefer-vector-width=512)
+set(zyfa_flags_avx512vnni ${zyfa_flags_avx512} -mavx512vnni)
 set(zyfa_flags_amx ${zyfa_flags_avx512} -mavx512bf16 -mamx-tile -mamx-bf16)
 
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
-  foreach(target IN ITEMS avx2 avx512 amx)
+  foreach(target IN ITEMS avx2 avx512 avx512vnni amx)
     string(REPLACE ";" " " flags "${zyfa_flags_${target}}")
     check_cxx_compiler_flag("${flags}" ZYFA_COMPILES_${target})
     if(ZYFA_COMPILES_${target})

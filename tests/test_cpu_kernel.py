@@ -19,7 +19,9 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 F16 = np.dtype(np.float16)
 F32 = np.dtype(np.float32)
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+INT8 = np.dtype(np.int8)
 DTYPES = (F32, F16, BF16, FP8)
+QK_DTYPES = (*DTYPES, INT8)
 BFLOAT16_TARGETS = ("amx",)  # these round operands and probabilities to bfloat16
 
 _FFI_TARGET = "zyfa_attention_under_test"
@@ -31,6 +33,10 @@ def target(request):
     _ext.force_cpu_target(request.param)
     yield request.param
     _ext.force_cpu_target(None)
+
+
+INT8_UNIT = 0.02
+"""What int8 queries and keys of a case count."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +72,12 @@ class Case:
             (self.key_batch, self.kv_len, self.kv_heads, self.head_dim),
             (self.key_batch, self.kv_len, self.kv_heads, self.value_dim),
         )
-        return [rng.standard_normal(s).astype(np.float32).astype(dtype) for s in shapes]
+        arrays = [rng.standard_normal(s).astype(np.float32) for s in shapes]
+        if dtype != INT8:
+            return [x.astype(dtype) for x in arrays]
+        *qk, v = arrays
+        qk = [np.clip(np.rint(x / INT8_UNIT), -127, 127).astype(INT8) for x in qk]
+        return [*qk, v.astype(FP8)]
 
     def scales(self, seed=1):
         """Scales, one per block where there are blocks, about one elsewhere."""
@@ -98,9 +109,15 @@ class Case:
         )
 
 
+def scales_of(case, q):
+    q_scale, *others = case.scales()
+    unit = INT8_UNIT**2 if q.dtype == INT8 else 1
+    return q_scale * np.float32(unit), *others
+
+
 def run(case, q, k, v, scales=None, out_dtype=F32):
     out, lse = run_raw(
-        (q, k, v, *(scales or case.scales()), *case.integers()),
+        (q, k, v, *(scales or scales_of(case, q)), *case.integers()),
         (q.shape[:3] + v.shape[3:], out_dtype),
         (q.shape[0], q.shape[2], q.shape[1]),
         window_left=case.left,
@@ -128,7 +145,9 @@ def run_raw(operands, out, lse, *, quadratic=True, **integers):
 
 def expected(case, q, k, v, scales=None, **options):
     """The oracle's output and lse, or with `probabilities` the FP8 model's."""
-    q_scale, k_scale, v_scale = scales or case.scales()
+    q_scale, k_scale, v_scale = scales or scales_of(case, q)
+    v_channels = v_scale.ndim == 4
+    v_descale = v_scale if case.kv_block else v_scale[..., 0]
     q_offset, q_lengths, kv_lengths = case.integers()
     oracle = reference.fp8_attention if options else reference.attention
     return oracle(
@@ -138,7 +157,8 @@ def expected(case, q, k, v, scales=None, **options):
         scale=1.0,
         q_descale=q_scale if case.q_block else q_scale[..., 0],
         k_descale=k_scale if case.kv_block else k_scale[..., 0],
-        v_descale=v_scale if case.kv_block else v_scale[..., 0],
+        v_descale=v_scale[:, :, 0] if v_channels else v_descale,
+        v_channels=v_channels,
         q_block=case.q_block,
         kv_block=case.kv_block,
         q_offset=q_offset,
@@ -155,7 +175,7 @@ def relative_error(got, want):
 def check(case, target, dtype, *, seed=0):
     q, k, v = case.arrays(dtype, seed)
     out, lse = run(case, q, k, v)
-    if dtype == FP8:
+    if v.dtype == FP8:
         name = "quadratic" if case.quadratic else "linear"
         want, want_lse = expected(case, q, k, v, probabilities=name)
         # The dot products are summed in another order, which may move a code.
@@ -225,13 +245,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", QK_DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_matches_the_oracle(target, name, dtype):
     check(CASES[name], target, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", QK_DTYPES, ids=str)
 @pytest.mark.parametrize(
     "dims",
     [(8, 8), (24, 40), (56, 64), (72, 8), (96, 112), (192, 128), (248, 256), (256, 56)],
@@ -249,7 +269,7 @@ def test_head_dims(target, dtype, dims):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", QK_DTYPES, ids=str)
 @pytest.mark.parametrize("out_dtype", [BF16, F16, F32], ids=str)
 def test_output_is_the_rounded_float32_output(target, dtype, out_dtype):
     case = Case(q_len=50, kv_len=140, value_dim=40)
@@ -257,6 +277,37 @@ def test_output_is_the_rounded_float32_output(target, dtype, out_dtype):
     exact, _ = run(case, q, k, v)
     out, _ = run(case, q, k, v, out_dtype=out_dtype)
     np.testing.assert_array_equal(out, exact.astype(out_dtype))
+
+
+@pytest.mark.parametrize("dtype", [FP8, INT8], ids=str)
+@pytest.mark.parametrize("kv_block", [0, 128])
+def test_a_scale_for_each_channel_of_v(target, dtype, kv_block):
+    case = Case(
+        batch=2, q_len=50, kv_len=200, heads=4, kv_heads=2, value_dim=40,
+        kv_block=kv_block, q_block=1,
+    )  # fmt: skip
+    q, k, v = case.arrays(dtype)
+    channels = np.exp2(np.random.default_rng(3).uniform(-3, 3, (2, 2, 1, 40)))
+    scales = (*scales_of(case, q)[:2], channels.astype(np.float32))
+    out, lse = run(case, q, k, v, scales)
+    want, want_lse = expected(case, q, k, v, scales, probabilities="quadratic")
+    assert relative_error(out, want) < 2e-3
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-3, atol=1e-3)
+
+
+def test_int8_of_the_largest_sums(target):
+    """Both signs of the largest products that there are, and all numbers of int8."""
+    case = Case(q_len=256, kv_len=256, heads=1, head_dim=256, value_dim=8, right=-1)
+    _, _, v = case.arrays(INT8)
+    q = np.full((1, 256, 1, 256), -128, INT8)
+    q[:, ::2] = 127
+    q[:, 0, 0] = np.arange(-128, 128)
+    k = np.roll(q, 1, axis=1)
+    scales = tuple(np.full((1, 1, 1), x, np.float32) for x in (1e-6, 1, 1))
+    out, lse = run(case, q, k, v, scales)
+    want, want_lse = expected(case, q, k, v, scales, probabilities="quadratic")
+    assert relative_error(out, want) < 2e-3
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-3, atol=1e-3)
 
 
 def test_every_float16_output_is_rounded_right(target):
@@ -534,7 +585,12 @@ def replaced(**values):
 
 WRONG_CALLS = {
     "q rank": (resized(0, (2, 6, 128)), r"q takes 4 dimensions, got .*\(2, 6, 128\)"),
-    "q dtype": (resized(0, (2, 6, 4, 32), np.int8), "q takes dtype bfloat16"),
+    "q dtype": (resized(0, (2, 6, 4, 32), np.int16), "q takes dtype bfloat16"),
+    "int8 q alone": (resized(0, (2, 6, 4, 32), np.int8), "k takes dtype code 2, got"),
+    "v scale of channels": (
+        resized(5, (2, 2, 1, 8)),
+        r"v_scale takes shape \(2, 2, 1, 32\), got",
+    ),
     "e5m2": (
         resized(0, (2, 6, 4, 32), ml_dtypes.float8_e5m2),
         "q takes dtype bfloat16.*got code 19",

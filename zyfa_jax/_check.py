@@ -12,20 +12,19 @@ from importlib import metadata
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from . import _spec, reference
 from ._attention import attention
 from ._ffi import Backend
-from ._quantize import Quantized, quantize
+from ._quantize import Quantized, quantize, quantize_qkv
 
 FORMAT = 1
 """Of the report: goes up where a reader of it would have to change."""
 
 BF16, F16, F32 = (np.dtype(x) for x in (ml_dtypes.bfloat16, np.float16, np.float32))
-FP8 = _spec.FLOAT8
+FP8, INT8 = _spec.FLOAT8, _spec.INT8
 
 # The bars of the tests, which say where they come from (tests/_oracle.py): of the
 # largest error of an output, relative to the same weighted mean of the values'
@@ -35,11 +34,13 @@ LARGEST_BARS = {
     F16: (3e-3, 1e-4),
     BF16: (1.2e-2, 1e-3),
     FP8: (0.2, 0.11),
+    INT8: (0.2, 0.11),
 }
 FP8_SMALLEST = 2.0**-15
 
-# Bars of norm(out - exact) / norm(exact). For FP8 it is a multiple of the error of
-# exact exponentials that are rounded to FP8 with a running maximum.
+# Bars of norm(out - exact) / norm(exact). For FP8, as after int8 logits, it is a
+# multiple of the error of exact exponentials that are rounded to FP8 with a running
+# maximum.
 NORM_BARS = {F32: 2e-5, F16: 5e-4, BF16: 3e-3}
 FP8_NORM_BAR = 1.2
 FEWEST_WEIGHTS = 2**14
@@ -251,7 +252,8 @@ def environment(device: Any) -> dict[str, Any]:
 def _inputs(
     situation: Situation, tokens: int, dims: tuple[int, int], dtype: np.dtype, seed: int
 ) -> tuple[Any, ...]:
-    """(q, k, v), standard normal; for FP8 with a descale for each batch row and head.
+    """(q, k, v), standard normal; FP8 with a descale for each batch row and head, int8
+    as `quantize_qkv` gives it, but for the mean that it took off k.
 
     They are made on the CPU, so that a device's other kernels have no part in it.
     """
@@ -263,16 +265,16 @@ def _inputs(
         (situation.batch, tokens, kv_heads, dims[1]),
     )
     arrays = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
-    if dtype != FP8:
+    if dtype not in _spec.QUANTIZED_DTYPES:
         return tuple(x.astype(dtype) for x in arrays)
     with jax.default_device(jax.devices("cpu")[0]):
-        return tuple(
-            jax.tree.map(np.asarray, quantize(jnp.asarray(x)).detach()) for x in arrays
-        )
+        rounded = map(quantize, arrays) if dtype == FP8 else quantize_qkv(*arrays)
+        rounded = (dataclasses.replace(x.detach(), center=None) for x in rounded)
+        return tuple(jax.tree.map(np.asarray, x) for x in rounded)
 
 
 def _spoiled(inputs: tuple[Any, ...], kv_lengths: np.ndarray | None) -> tuple[Any, ...]:
-    """With NaN for the keys and values that must not be seen."""
+    """With NaN for the keys and values that must not be seen; int8 has none."""
     if kv_lengths is None:
         return inputs
     q, *keys_and_values = inputs
@@ -282,7 +284,7 @@ def _spoiled(inputs: tuple[Any, ...], kv_lengths: np.ndarray | None) -> tuple[An
             return dataclasses.replace(x, values=spoil(x.values))
         x = x.copy()
         for row, length in zip(x, kv_lengths, strict=True):
-            row[length:] = np.nan
+            row[length:] = 127 if x.dtype == INT8 else np.nan
         return x
 
     return q, *map(spoil, keys_and_values)
@@ -307,6 +309,8 @@ def _compare(
     if isinstance(inputs[0], Quantized):
         for name, x in zip("qkv", inputs, strict=True):
             options[f"{name}_descale"] = x.descale
+        options["q_block"], options["kv_block"] = (x.block for x in inputs[:2])
+        options["v_channels"] = inputs[2].channels
         inputs = tuple(x.values for x in inputs)
     q, k, v = inputs
     out, lse = output
@@ -317,12 +321,12 @@ def _compare(
     norm = float(np.linalg.norm(exact)) or 1.0
     error_bar = None
     weights = math.prod(lse.shape) * k.shape[1]
-    if dtype == FP8:
+    if dtype in _spec.QUANTIZED_DTYPES:
         largest = np.max(options["v_descale"]) * np.nanmax(magnitude, initial=0)
         size = size + FP8_SMALLEST * k.shape[-3] * largest
     if weights < FEWEST_WEIGHTS:
         pass
-    elif dtype == FP8:
+    elif dtype in _spec.QUANTIZED_DTYPES:
         rounded, _ = reference.fp8_attention(
             q, k, v, probabilities="exact row", **options
         )

@@ -26,6 +26,7 @@ _INPUT_DTYPES = (
     np.dtype(np.float32),
     FLOAT8,
 )
+_QK_DTYPES = (*_INPUT_DTYPES, INT8)
 _OUTPUT_DTYPES = _INPUT_DTYPES[:3]
 _INT8_CALL = (INT8, INT8, FLOAT8)
 _INT32 = np.iinfo(np.int32)
@@ -180,15 +181,15 @@ class KernelLimits:
         bits.
     """
 
-    dtypes: tuple[np.dtype, ...] = _INPUT_DTYPES
+    dtypes: tuple[np.dtype, ...] = _QK_DTYPES
     head_dims: tuple[tuple[int, int], ...] | None = None
     key_blocks: bool = True
-    value_channels: bool = False
+    value_channels: bool = True
     int32: bool = False
 
     def __str__(self) -> str:
         text = self.dims_text()
-        if self.dtypes != _INPUT_DTYPES:
+        if self.dtypes != _QK_DTYPES:
             text += f" in {_names(self.dtypes)}"
         if not self.key_blocks:
             text += " with one descale for all keys of a head"
@@ -210,6 +211,7 @@ _GPU = KernelLimits(
     dtypes=(*_INPUT_DTYPES[:2], FLOAT8),
     head_dims=((128, 128), (192, 128)),
     key_blocks=False,
+    value_channels=False,
     int32=True,
 )
 KERNELS = {"cpu": KernelLimits(), "rocm": _GPU, "cuda": _GPU}
@@ -274,7 +276,7 @@ def default_out_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def _check_dtype(name: str, dtype: np.dtype) -> None:
-    if dtype in _INPUT_DTYPES or (dtype == INT8 and name != "v"):
+    if dtype in (_INPUT_DTYPES if name == "v" else _QK_DTYPES):
         return
     hint = ""
     if dtype.name == "float8_e4m3fnuz":

@@ -1,6 +1,6 @@
-// Both products on tiles of bfloat16 with float32 accumulators: for bfloat16
-// and FP8 operands, which are bfloat16 exactly, as are e4m3 probabilities times
-// a power of two. Exact probabilities are rounded to bfloat16.
+// Both products on tiles of bfloat16 with float32 accumulators: for bfloat16,
+// FP8 and int8 operands, which are bfloat16 exactly, as are e4m3 probabilities
+// times a power of two. Exact probabilities are rounded to bfloat16.
 
 #ifndef ZYFA_CPU_AMX_ENGINE_H_
 #define ZYFA_CPU_AMX_ENGINE_H_
@@ -25,6 +25,7 @@ namespace {
 // of a tile's row holds.
 struct AmxEngine {
   using Operand = uint16_t;
+  using LogitOperand = uint16_t;
 
   static constexpr int kTile = 16;   // rows, and 32-bit columns, of a tile
   static constexpr int kDepth = 32;  // bfloat16 elements in a tile's row
@@ -37,6 +38,7 @@ struct AmxEngine {
   // Keys that are packed at a time; half a MiB of keys and values of 128.
   static constexpr int kPacked = 1024;
   static constexpr int kDepthStep = kDepth;
+  static constexpr int kBesideDepth = 0;
   static constexpr int kLargestHeadDim = 256;
   static constexpr int64_t kTileBytes = 2000 << 10;  // a 2 MiB L2 cache
   static constexpr int kExpDegree = 4;
@@ -343,6 +345,14 @@ struct AmxEngine {
     } else if constexpr (kType == DType::kE4m3) {
       return DecodeE4m3(
           _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(first, source)));
+    } else if constexpr (kType == DType::kI8) {
+      const __m256i bytes = _mm256_maskz_loadu_epi8(first, source);
+      const auto widen = [](__m128i half) {
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(half));
+      };
+      return (Halves)_mm512_cvtne2ps_pbh(
+          widen(_mm256_extracti128_si256(bytes, 1)),
+          widen(_mm256_castsi256_si128(bytes)));
     } else {
       return Halves{};  // a type that is not exactly bfloat16
     }

@@ -18,6 +18,7 @@ namespace zyfa::cpu {
 extern const Target kPortableTarget;
 extern const Target kAvx2Target;
 extern const Target kAvx512Target;
+extern const Target kAvx512VnniTarget;
 extern const Target kAmxTarget;
 
 namespace {
@@ -68,6 +69,10 @@ bool HasAvx512() {
          __builtin_cpu_supports("avx512dq");
 }
 
+bool HasAvx512Vnni() {
+  return HasAvx512() && __builtin_cpu_supports("avx512vnni");
+}
+
 // AMX needs the instructions, the system's support of their state, and on Linux
 // a permission for the process.
 bool HasAmx() {
@@ -101,6 +106,9 @@ struct Candidate {
 const Candidate kCandidates[] = {
 #if defined(ZYFA_WITH_AMX)
     {&kAmxTarget, HasAmx},
+#endif
+#if defined(ZYFA_WITH_AVX512VNNI)
+    {&kAvx512VnniTarget, HasAvx512Vnni},
 #endif
 #if defined(ZYFA_WITH_AVX512)
     {&kAvx512Target, HasAvx512},

@@ -16,7 +16,8 @@ namespace {
 // Layouts. Queries and probabilities: row-major. Keys: panels of kCols keys,
 // each (depth, kCols). Values: panels of kCols columns, each (128 keys, kCols).
 struct FloatEngine {
-  using Operand = float;
+  using Operand = float;       // of the second product
+  using LogitOperand = float;  // of the first
   // The accumulators of kRows x kCols, two vectors of the right operand and one
   // broadcast of the left fill the register file: 16 registers, or 32.
 #if defined(__AVX512F__)
@@ -28,6 +29,7 @@ struct FloatEngine {
   static constexpr int kCols = kVectors * kLanes;
   static constexpr int kGroupRows = 48;
   static constexpr int kDepthStep = kLanes;
+  static constexpr int kBesideDepth = 0;
   static constexpr int64_t kTileBytes = 464 << 10;  // a 512 KiB L2 cache
   static constexpr int kExpDegree = 6;
   static constexpr bool kSeparateProbabilities = false;

@@ -34,6 +34,8 @@ ZYFA_INLINE void WithDType(DType type, F f) {
       return f(std::integral_constant<DType, DType::kBF16>());
     case DType::kE4m3:
       return f(std::integral_constant<DType, DType::kE4m3>());
+    case DType::kI8:
+      return f(std::integral_constant<DType, DType::kI8>());
   }
 }
 
@@ -74,6 +76,7 @@ class TileAttention {
 
  private:
   using Operand = typename Engine::Operand;
+  using LogitOperand = typename Engine::LogitOperand;
 
   // The key panels that any row of one register tile sees.
   struct RowTile {
@@ -105,9 +108,9 @@ class TileAttention {
       QueryRow& state = work_.rows[row];
       SeenKeys& seen = work_.seen[row / Engine::kRows];
       if (row % Engine::kRows == 0) seen = {{0, 0}, {0, params_.kv_len}};
-      Operand* packed = work_.queries + row * work_.query_stride;
+      LogitOperand* packed = work_.queries + row * work_.query_stride;
       float* out = work_.out + row * work_.out_stride;
-      std::memset(packed, 0, work_.query_stride * sizeof(Operand));
+      std::memset(packed, 0, work_.query_stride * sizeof(*packed));
       std::memset(out, 0, work_.out_stride * sizeof(float));
       state.visible = {0, 0};
       state.scale = 0.0f;
@@ -158,6 +161,10 @@ class TileAttention {
             stride, left < kKeyBlock ? left : kKeyBlock, width};
   }
 
+  bool HasBlockValueScales() const {
+    return params_.kv_block > 0 && !params_.v_channels;
+  }
+
   int64_t KeyValueScale(int64_t block) const {
     return kv_row_ * params_.kv_scales +
            (params_.kv_block > 0 ? block / params_.kv_block : 0);
@@ -166,7 +173,7 @@ class TileAttention {
   // One block of the span, and what is particular to it.
   struct Block {
     int64_t begin;  // its first key
-    Operand* keys;
+    LogitOperand* keys;
     Operand* values;
     float key_scale;     // made non-negative; the packed keys carry the sign
     float value_weight;  // a scale for all keys is applied at the end
@@ -216,10 +223,10 @@ class TileAttention {
   }
 
   void LoadValues(Block& block) {
-    block.value_weight = params_.kv_block > 0
+    block.value_weight = HasBlockValueScales()
                              ? params_.v_scale[KeyValueScale(block.begin)]
                              : 1.0f;
-    WithDType(params_.in_dtype, [&](auto type) {
+    WithDType(params_.value_dtype, [&](auto type) {
       block.non_finite = Engine::template PackValues<type.value>(
           KeyValueRows<type.value>(params_.v, block.begin, params_.value_dim),
           block.value_weight, block.values);
@@ -489,7 +496,7 @@ class TileAttention {
     const KeyRange seen = numerics::Within(work_.rows[group.row + row].visible,
                                            block.begin, kKeyBlock);
     float* out = work_.out + (group.row + row) * work_.out_stride;
-    WithDType(params_.in_dtype, [&](auto type) {
+    WithDType(params_.value_dtype, [&](auto type) {
       const RowsView values =
           KeyValueRows<type.value>(params_.v, block.begin, params_.value_dim);
       for (int key = seen.begin; key < seen.end; ++key) {
@@ -507,8 +514,9 @@ class TileAttention {
   }
 
   void StoreRows() {
-    const float value_scale =
-        params_.kv_block > 0 ? 1.0f : params_.v_scale[KeyValueScale(0)];
+    const float value_scale = HasBlockValueScales() || params_.v_channels
+                                  ? 1.0f
+                                  : params_.v_scale[KeyValueScale(0)];
     for (int64_t row = 0; row < item_.row_count; ++row) {
       const QueryRow& state = work_.rows[row];
       const int64_t query = QueryOf(row);
@@ -530,17 +538,22 @@ class TileAttention {
 
   void StoreOutput(const float* row, float scale, int64_t index) {
     const int64_t width = params_.value_dim;
+    const auto scaled = [&](int64_t c) {
+      const F32 x = Load(row + c) * scale;
+      if (!params_.v_channels) return x;
+      const float* channels = params_.v_scale + kv_row_ * width;
+      return x * LoadFirst<DType::kF32>(channels + c, width - c);
+    };
     const int64_t size = SizeOf(params_.out_dtype);
     auto* target =
         static_cast<unsigned char*>(params_.out) + index * width * size;
     int64_t c = 0;
     for (; c + kLanes <= width; c += kLanes) {
-      StoreElements(params_.out_dtype, target + c * size,
-                    Load(row + c) * scale);
+      StoreElements(params_.out_dtype, target + c * size, scaled(c));
     }
     if (c < width) {
       unsigned char last[kLanes * 4];
-      StoreElements(params_.out_dtype, last, Load(row + c) * scale);
+      StoreElements(params_.out_dtype, last, scaled(c));
       std::memcpy(target + c * size, last, (width - c) * size);
     }
   }
@@ -576,10 +589,9 @@ int64_t MaxRows(const AttentionParams& params) {
 }
 
 template <class Engine>
-void Run(const AttentionParams& params, const WorkItem& item, void* workspace) {
-  if (params.in_dtype != DType::kE4m3) {
-    TileAttention<Engine, ExactProbability>(params, item, workspace).Run();
-  } else if (params.quadratic) {
+void RunFp8(const AttentionParams& params, const WorkItem& item,
+            void* workspace) {
+  if (params.quadratic) {
     TileAttention<Engine, Fp8Probability<numerics::QuadraticCode>>(params, item,
                                                                    workspace)
         .Run();
@@ -587,6 +599,15 @@ void Run(const AttentionParams& params, const WorkItem& item, void* workspace) {
     TileAttention<Engine, Fp8Probability<numerics::LinearCode>>(params, item,
                                                                 workspace)
         .Run();
+  }
+}
+
+template <class Engine>
+void Run(const AttentionParams& params, const WorkItem& item, void* workspace) {
+  if (params.value_dtype == DType::kE4m3) {
+    RunFp8<Engine>(params, item, workspace);
+  } else {
+    TileAttention<Engine, ExactProbability>(params, item, workspace).Run();
   }
 }
 

@@ -309,6 +309,9 @@ ZYFA_INLINE F32 LoadElements(const void* source) {
     return BitCast<F32>(BitCast<I32>(magnitude < 0x400 ? subnormal : normal) |
                         ((bits & 0x8000) << 16));
 #endif
+  } else if constexpr (kType == DType::kI8) {
+    const I32 bits = (I32)LoadWidened(static_cast<const uint8_t*>(source));
+    return __builtin_convertvector((bits << 24) >> 24, F32);
   } else {
     const I32 bits = (I32)LoadWidened(static_cast<const uint8_t*>(source));
     const I32 magnitude = bits & 0x7f;
@@ -319,7 +322,9 @@ ZYFA_INLINE F32 LoadElements(const void* source) {
 }
 
 constexpr int SizeOf(DType type) {
-  return type == DType::kF32 ? 4 : type == DType::kE4m3 ? 1 : 2;
+  return type == DType::kF32                          ? 4
+         : type == DType::kE4m3 || type == DType::kI8 ? 1
+                                                      : 2;
 }
 
 // bfloat16 bits of x, half to even, in the low half of each lane; NaN stays
@@ -346,7 +351,7 @@ ZYFA_INLINE U32 RoundToF16(F32 x) {
   return (U32)(result | sign);
 }
 
-// `x` as kLanes elements of `type`, which is not e4m3.
+// `x` as kLanes elements of `type`, which is of 16 or 32 bits.
 ZYFA_INLINE void StoreElements(DType type, void* target, F32 x) {
   if (type == DType::kF32) {
     std::memcpy(target, &x, sizeof(x));

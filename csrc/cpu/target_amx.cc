@@ -6,7 +6,7 @@ namespace zyfa::cpu {
 namespace {
 
 bool IsBFloat16Exactly(DType type) {
-  return type == DType::kBF16 || type == DType::kE4m3;
+  return type == DType::kBF16 || type == DType::kE4m3 || type == DType::kI8;
 }
 
 }  // namespace

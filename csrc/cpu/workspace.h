@@ -36,16 +36,17 @@ struct SeenKeys {
 template <class Engine>
 struct Workspace {
   using Operand = typename Engine::Operand;
+  using LogitOperand = typename Engine::LogitOperand;
 
   // Blocks whose scores are there at a time.
   static constexpr int kScores = Engine::kInterleaved ? 2 : 1;
 
   QueryRow* rows;
-  SeenKeys* seen;    // (rows / kRows,)
-  Operand* queries;  // (rows, query_stride)
-  Operand* keys;     // kPacked, in the engine's layout
-  Operand* values;   // kPacked, in the engine's layout
-  float* scores;     // (kScores, kGroupRows, 128)
+  SeenKeys* seen;         // (rows / kRows,)
+  LogitOperand* queries;  // (rows, query_stride)
+  LogitOperand* keys;     // kPacked, in the engine's layout
+  Operand* values;        // kPacked, in the engine's layout
+  float* scores;          // (kScores, kGroupRows, 128)
   Operand*
       probabilities;  // (kGroupRows, kSpan); the scores' place if it can be
   float* out;         // (rows, out_stride), not yet divided by the sum
@@ -54,7 +55,8 @@ struct Workspace {
   size_t bytes;
 
   Workspace(const AttentionParams& params, int64_t row_count, void* memory)
-      : query_stride(RoundUp(params.head_dim, Engine::kDepthStep)),
+      : query_stride(RoundUp(params.head_dim, Engine::kDepthStep) +
+                     Engine::kBesideDepth),
         out_stride(RoundUp(params.value_dim, Engine::kCols)) {
     auto* next = static_cast<unsigned char*>(memory);
     auto take = [&](auto*& array, int64_t count) {

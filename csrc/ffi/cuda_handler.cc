@@ -33,6 +33,7 @@ std::optional<cuda::InType> ToInType(DType dtype) {
     case DType::kF16:
       return cuda::InType::kF16;
     case DType::kF32:
+    case DType::kI8:
       break;
   }
   return std::nullopt;

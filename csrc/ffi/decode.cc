@@ -69,6 +69,9 @@ bool DecodeDType(ffi::DataType from, bool is_input, DType& to) {
     case ffi::DataType::F8E4M3FN:
       to = DType::kE4m3;
       return is_input;
+    case ffi::DataType::S8:
+      to = DType::kI8;
+      return is_input;
     default:
       return false;
   }
@@ -105,8 +108,12 @@ ffi::ErrorOr<AttentionParams> DecodeAttention(const AttentionCall& call) {
   const ffi::DataType in = call.q.element_type();
   check.Require(
       DecodeDType(in, true, p.in_dtype),
-      "q takes dtype bfloat16, float16, float32 or float8_e4m3fn, got code " +
+      "q takes dtype bfloat16, float16, float32, float8_e4m3fn or int8, got "
+      "code " +
           std::to_string(static_cast<int>(in)));
+  const bool is_int8 = in == ffi::DataType::S8;
+  const ffi::DataType of_values = is_int8 ? ffi::DataType::F8E4M3FN : in;
+  p.value_dtype = is_int8 ? DType::kE4m3 : p.in_dtype;
   check.Require(DecodeDType(call.out.element_type(), false, p.out_dtype),
                 "out takes dtype bfloat16, float16 or float32, got code " +
                     std::to_string(static_cast<int>(call.out.element_type())));
@@ -145,13 +152,20 @@ ffi::ErrorOr<AttentionParams> DecodeAttention(const AttentionCall& call) {
 
   using ffi::DataType;
   check.Array("k", call.k, {p.kv_batch, p.kv_len, p.kv_heads, p.head_dim}, in);
-  check.Array("v", call.v, {p.kv_batch, p.kv_len, p.kv_heads, p.value_dim}, in);
+  check.Array("v", call.v, {p.kv_batch, p.kv_len, p.kv_heads, p.value_dim},
+              of_values);
   check.Array("q_scale", call.q_scale, {p.batch, p.heads, p.q_scales},
               DataType::F32);
   check.Array("k_scale", call.k_scale, {p.kv_batch, p.kv_heads, p.kv_scales},
               DataType::F32);
-  check.Array("v_scale", call.v_scale, {p.kv_batch, p.kv_heads, p.kv_scales},
-              DataType::F32);
+  p.v_channels = call.v_scale.dimensions().size() == 4;
+  if (p.v_channels) {
+    check.Array("v_scale", call.v_scale,
+                {p.kv_batch, p.kv_heads, 1, p.value_dim}, DataType::F32);
+  } else {
+    check.Array("v_scale", call.v_scale, {p.kv_batch, p.kv_heads, p.kv_scales},
+                DataType::F32);
+  }
   check.Array("q_offset", call.q_offset, {p.batch}, DataType::S32);
   check.Array("q_lengths", call.q_lengths, {p.batch}, DataType::S32);
   check.Array("kv_lengths", call.kv_lengths, {p.batch}, DataType::S32);

@@ -17,7 +17,15 @@ constexpr int64_t kMaxRowBytes = (1 << 24) - 1;
 constexpr int64_t kMaxBlocks = (int64_t{1} << 32) / 512 - 1;
 
 int64_t SizeOf(DType dtype) {
-  return dtype == DType::kF32 ? 4 : dtype == DType::kE4m3 ? 1 : 2;
+  switch (dtype) {
+    case DType::kF32:
+      return 4;
+    case DType::kE4m3:
+    case DType::kI8:
+      return 1;
+    default:
+      return 2;
+  }
 }
 
 std::string Name(DType dtype) {
@@ -30,6 +38,8 @@ std::string Name(DType dtype) {
       return "bfloat16";
     case DType::kE4m3:
       return "float8_e4m3fn";
+    case DType::kI8:
+      return "int8";
   }
   return "";
 }
@@ -54,6 +64,9 @@ std::string GpuRefusal(const AttentionParams& p, bool has_kernel) {
   if (p.kv_block != 0) {
     return "one descale for all keys, got kv_block " +
            std::to_string(p.kv_block);
+  }
+  if (p.v_channels) {
+    return "one descale for all channels of v, got one for each";
   }
   if (std::max(p.q_len, p.kv_len) > kMaxTokens) {
     return "up to " + std::to_string(kMaxTokens) + " tokens, got " +
