@@ -142,6 +142,25 @@ def test_queries_and_keys_past_the_lengths_get_none():
         assert np.any(d[1, :n] != 0)
 
 
+def test_nothing_spreads_from_past_the_lengths():
+    """Neither from what padding holds, nor from the cotangents of its results."""
+    shapes = ((1, 24, 4, 16), (1, 24, 2, 16), (1, 24, 2, 16))
+    arrays = [
+        jax.random.normal(jax.random.key(i), x, jnp.float32)
+        for i, x in enumerate(shapes)
+    ]
+    call = functools.partial(attention, q_lengths=20, kv_lengths=21, return_lse=True)
+    zeros = [x.at[:, 21:].set(0) for x in arrays]
+    holes = [x.at[:, 21:].set(jnp.nan) for x in arrays]
+    d_out, d_lse = call(*zeros)[0], jnp.ones((1, 4, 24), jnp.float32)
+    cotangents = d_out, d_lse
+    spoiled = d_out.at[:, 20:].set(jnp.nan), d_lse.at[..., 20:].set(jnp.nan)
+    wants = jax.vjp(call, *zeros)[1](cotangents)
+    gots = jax.vjp(call, *holes)[1](spoiled)
+    for got, want in zip(gots, wants, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize("granularity", ["head", "tensor", "block"])
 @pytest.mark.parametrize("options", [{}, {"center": True}, {"rotate": True}], ids=str)
 def test_straight_through(granularity, options):

@@ -145,13 +145,18 @@ def backward(
     tokens = q.shape[1]
     if spec.v_channels:
         v, v_scale = _with_channels(v, v_scale)
-    qf = q.astype(jnp.float32)
+    # The results of a query that sees no key are constant: nothing of it must spread.
+    blind = lse == -np.inf
+    d_lse = jnp.where(blind, np.float32(0), d_lse)
+    qf, d_out = (
+        jnp.where(jnp.moveaxis(blind, 1, 2)[..., None], np.float32(0), x)
+        for x in (q.astype(jnp.float32), d_out.astype(jnp.float32))
+    )
     scale = per_token(q_scale, spec.q_block, tokens)
     qf = _group(qf * jnp.moveaxis(scale, 1, 2)[..., None], k)
-    d_out = d_out.astype(jnp.float32)
     delta = _einsum("bthe,bthe->bht", d_out, out.astype(jnp.float32))
     shift = _group_rows(d_lse - delta, k)
-    lse = _group_rows(jnp.where(lse == -np.inf, np.float32(np.inf), lse), k)
+    lse = _group_rows(jnp.where(blind, np.float32(np.inf), lse), k)
     d_out = _group(d_out, k)
     d_qs = []
     d_k = jnp.zeros_like(k, dtype=jnp.float32)

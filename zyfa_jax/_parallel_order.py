@@ -33,8 +33,8 @@ def zigzag(x: AnyArray, devices: int, *, axis: int | None = None) -> AnyArray:
     Args:
       x: an array, or a `Quantized`.
       devices: how many parts the axis is to be cut into.
-      axis: of the tokens; 1 by default, as in (batch, tokens, ...). A `Quantized` knows
-        its own.
+      axis: of the tokens; 1 by default, as in (batch, tokens, ...), so that arrays
+        without a batch need 0. A `Quantized` knows its own.
 
     Raises:
       ValueError: the tokens cannot be cut so.
