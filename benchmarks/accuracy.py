@@ -113,6 +113,9 @@ class Case:
         return {"scale": self.scale, "window": self.window}
 
 
+TOGETHER: dict[Any, str] = {"fp8": "quantize_qkv, FP8", "int8": "quantize_qkv, INT8"}
+"""Its precisions -> their names."""
+
 Errors = dict[str, np.ndarray]
 """A row of the table -> its error in each of ROWS."""
 
@@ -212,13 +215,17 @@ def kernel_errors(case: Case) -> Errors:
 def option_errors(case: Case) -> dict[str, float]:
     """{quantize options: end-to-end error over all rows}."""
     exact, _ = reference.attention(case.q, case.k, case.v, **case.options)
+    inputs: Any = (case.q, case.k, case.v)
+    quantized: dict[str, Any] = {
+        name: [zyfa_jax.quantize(x, **o) for x, o in zip(inputs, options, strict=True)]
+        for name, *options in OPTIONS
+    }
+    for precision, name in TOGETHER.items():
+        quantized[name] = zyfa_jax.quantize_qkv(*inputs, precision=precision)
     errors = {}
-    for name, *options in OPTIONS:
-        quantized = (
-            zyfa_jax.quantize(x, **o).detach()
-            for x, o in zip((case.q, case.k, case.v), options, strict=True)
-        )
-        out = _fp8_kernel(*quantized, quadratic=None, **case.options)
+    for name, rounded in quantized.items():
+        rounded = (x.detach() for x in rounded)
+        out = _fp8_kernel(*rounded, quadratic=None, **case.options)
         errors[name] = float(_errors(out, exact)[0])
     return errors
 
@@ -342,7 +349,8 @@ def _print_option_errors(
     console: Console, title: str, errors: dict[str, dict[str, float]]
 ) -> None:
     table = _table(f"End-to-end error by options of quantize, {title}", errors)
-    for name, *_ in OPTIONS:
+    names = dict.fromkeys(name for columns in errors.values() for name in columns)
+    for name in names:
         table.add_row(name, *(f"{columns[name]:.4f}" for columns in errors.values()))
     console.print(table)
 

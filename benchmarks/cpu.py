@@ -40,6 +40,7 @@ BARS = (
     ("zyfa bfloat16", "jax.nn bfloat16", 20.0),
     ("zyfa bfloat16", "torch bfloat16", 1.2),
     ("zyfa float8", "zyfa bfloat16", 0.8),
+    ("zyfa int8", "zyfa bfloat16", 1.0),
     ("zyfa float32", "torch float32", 1.0),
 )
 
@@ -156,10 +157,12 @@ def _zyfa_and_jax_calls(tokens: int) -> dict[str, Callable[[], object]]:
     )
     f32 = [jnp.asarray(x) for x in _inputs(tokens)]
     bf16 = [x.astype(jnp.bfloat16) for x in f32]
+    int8 = [x.detach() for x in zyfa_jax.quantize_qkv(*bf16)]
     fp8 = [zyfa_jax.quantize(x).detach() for x in bf16]
     return {
         "zyfa bfloat16": functools.partial(attention, *bf16),
         "zyfa float8": functools.partial(attention, *fp8),
+        "zyfa int8": functools.partial(attention, *int8),
         "zyfa float32": functools.partial(attention, *f32),
         "jax.nn bfloat16": functools.partial(jax_nn, *bf16),
     }

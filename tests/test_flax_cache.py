@@ -97,11 +97,12 @@ def test_padding_past_the_end_is_not_seen():
     np.testing.assert_allclose(got[:, :TOKENS], layer(x), atol=2e-5)
 
 
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
 @pytest.mark.parametrize("name", ["grouped", "latent"])
-def test_fp8(name):
+def test_8_bits(name, precision):
     """The capacity that is not filled changes neither descales nor keys' mean."""
     kind, options, shape = LAYERS[name]
-    layer = with_nnx(kind, precision="fp8", **options)
+    layer = with_nnx(kind, precision=precision, **options)
     x = inputs(BATCH, TOKENS, FEATURES) + 3
     tight, roomy = (
         KeyValueCache.empty((BATCH,), capacity, *shape, dtype=jnp.float32)

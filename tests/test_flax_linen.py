@@ -128,10 +128,11 @@ def test_gradients_are_flax_gradients():
     assert relative(got, want) < 1e-5
 
 
-def test_fp8_is_near():
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_8_bits_are_near(precision):
     x = inputs(2, 200, FEATURES)
     flax, _ = pair()
-    _, ours = pair(make_attention_fn(causal=True, precision="fp8"))
+    _, ours = pair(make_attention_fn(causal=True, precision=precision))
     assert 1e-3 < relative(ours(x), flax(x, mask=causal_mask(200))) < 0.1
 
 
@@ -316,6 +317,7 @@ def test_latent_attention_has_deepseek_head_dims_by_default():
     }
 
 
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
 @pytest.mark.parametrize(
     "make",
     [
@@ -324,10 +326,10 @@ def test_latent_attention_has_deepseek_head_dims_by_default():
     ],
     ids=["grouped", "latent"],
 )
-def test_fp8_is_near_bfloat16(make):
+def test_8_bits_are_near_bfloat16(make, precision):
     x = inputs(2, 200, FEATURES, dtype=jnp.bfloat16)
     exact = make(dtype=jnp.bfloat16)
-    fp8 = make(dtype=jnp.bfloat16, precision="fp8")
+    rounded = make(dtype=jnp.bfloat16, precision=precision)
     params = init(exact, x)
     weights = inputs(*x.shape, seed=2)
 
@@ -338,7 +340,7 @@ def test_fp8_is_near_bfloat16(make):
 
         return jax.jit(jax.grad(loss, has_aux=True))(params)
 
-    got_grads, got = output_and_gradients(fp8)
+    got_grads, got = output_and_gradients(rounded)
     want_grads, want = output_and_gradients(exact)
     assert got.dtype == jnp.bfloat16
     assert 1e-3 < relative(got, want) < 0.1

@@ -124,10 +124,11 @@ def test_gradients_are_flax_gradients():
     assert relative(got, want) < 1e-5
 
 
-def test_fp8_is_near():
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_8_bits_are_near(precision):
     x, mask = inputs(2, 200, FEATURES), np.tri(200, dtype=bool)[None, None]
     flax, _ = pair()
-    _, ours = pair(make_attention_fn(causal=True, precision="fp8"))
+    _, ours = pair(make_attention_fn(causal=True, precision=precision))
     assert 1e-3 < relative(ours(x), flax(x, mask=mask)) < 0.1
 
 
@@ -283,6 +284,7 @@ def test_latent_attention_is_plain_attention(q_lora_rank):
     np.testing.assert_allclose(jitted(layer)(x), want, atol=1e-4)
 
 
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
 @pytest.mark.parametrize(
     "make",
     [
@@ -291,11 +293,11 @@ def test_latent_attention_is_plain_attention(q_lora_rank):
     ],
     ids=["grouped", "latent"],
 )
-def test_fp8_is_near_bfloat16(make):
+def test_8_bits_are_near_bfloat16(make, precision):
     x = inputs(2, 200, FEATURES, dtype=jnp.bfloat16)
     make = functools.partial(make, dtype=jnp.bfloat16)
     exact = randomize(make(rngs=nnx.Rngs(0)))
-    fp8 = randomize(make(precision="fp8", rngs=nnx.Rngs(0)))
+    rounded = randomize(make(precision=precision, rngs=nnx.Rngs(0)))
     weights = inputs(*x.shape, seed=2)
 
     @nnx.jit
@@ -306,7 +308,7 @@ def test_fp8_is_near_bfloat16(make):
 
         return nnx.grad(loss, has_aux=True)(layer)
 
-    got_grads, got = output_and_gradients(fp8)
+    got_grads, got = output_and_gradients(rounded)
     want_grads, want = output_and_gradients(exact)
     assert got.dtype == jnp.bfloat16
     assert 1e-3 < relative(got, want) < 0.1

@@ -69,8 +69,8 @@ def test_tokens_give_the_text_back(model, text):
 
 def test_perplexity(model, tokens):
     config, _, params, _ = model
-    names = ("plain float32", "zyfa_jax bfloat16", "zyfa_jax FP8")
-    plain, bf16, fp8 = gemma3.evaluate(
+    names = ("plain float32", "zyfa_jax bfloat16", "zyfa_jax FP8", "zyfa_jax INT8")
+    plain, bf16, fp8, int8 = gemma3.evaluate(
         config, params, tokens, names=names, repeats=1, progress=False
     ).values()
     assert 10 < plain.perplexity < 60
@@ -81,6 +81,8 @@ def test_perplexity(model, tokens):
     assert fp8.perplexity == pytest.approx(plain.perplexity, rel=0.015)
     assert 0.005 < fp8.relative < 0.08
     assert fp8.same_best > 0.88
+    assert int8.perplexity == pytest.approx(plain.perplexity, rel=0.003)
+    assert int8.relative < 0.7 * fp8.relative
 
 
 def test_saved_operands_are_an_accuracy_case(model, tokens, tmp_path):
@@ -100,7 +102,11 @@ def test_saved_operands_are_an_accuracy_case(model, tokens, tmp_path):
         window = None if window is None else int(window)
         exact = functools.partial(gemma3.plain, window=window, dtype=jnp.float32)
         want = np.asarray(jax.jit(exact)(q, k, v))
-        for attention, limit in ((gemma3.zyfa_bf16, 0.006), (gemma3.zyfa_fp8, 0.12)):
+        for attention, limit in (
+            (gemma3.zyfa_bf16, 0.006),
+            (gemma3.zyfa_fp8, 0.12),
+            (gemma3.zyfa_int8, 0.035),
+        ):
             got = jax.jit(functools.partial(attention, window=window))(q, k, v)
             error = np.linalg.norm(np.asarray(got, np.float32) - want)
             assert error < limit * np.linalg.norm(want), (layer, attention)

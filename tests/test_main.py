@@ -96,7 +96,7 @@ def test_check_passes_and_reports(few, tmp_path, capsys):
         assert result["missed"] == []
         assert 0 < result["error"] < 0.03
     with_bar = {x["kernel"] for x in report["results"] if x["error_bar"] is not None}
-    assert len(with_bar) == 4
+    assert len(with_bar) == 5
 
 
 def check_with(monkeypatch, capsys, wrong):

@@ -299,6 +299,21 @@ def test_gradients_are_those_of_the_unquantized_call(precision):
         assert error(a, np.asarray(b)) < 0.1
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_gradients_of_the_log_sum_exp_know_the_mean_of_k(precision):
+    q, k, v = make(tokens=(20, 33))
+    k += 3
+
+    def loss(attend, q):
+        return jnp.sum(attend(q, k, v, return_lse=True)[1])
+
+    got, want = (
+        jax.grad(functools.partial(loss, attend))(jnp.asarray(q))
+        for attend in (functools.partial(call, precision=precision), attention)
+    )
+    assert error(got, np.asarray(want)) < 0.02
+
+
 def test_gradients_of_descales():
     x = quantize_qkv(*make(tokens=(20, 140)))
     weights = normal(2, 20, 4, 24, seed=5)

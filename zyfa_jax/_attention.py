@@ -489,14 +489,13 @@ def center_logits(
     center = jnp.broadcast_to(
         center, (batch, center.shape[1], heads // center.shape[1], dim)
     ).reshape(batch, heads, dim)
-    dots = jnp.einsum(
-        "bthd,bhd->bht",
-        operands.q.astype(jnp.float32),
-        center,
-        precision=jax.lax.Precision.HIGHEST,
-    )
     descale = per_token(operands.q_descale, spec.q_block, tokens)
-    return dots * descale * operands.scale
+    q = operands.q.astype(jnp.float32) * jnp.moveaxis(descale, 1, 2)[..., None]
+    if operands.q_source is not None:  # which gradients go straight to
+        source = operands.q_source.astype(jnp.float32)
+        q = source + jax.lax.stop_gradient(q - source)
+    dots = jnp.einsum("bthd,bhd->bht", q, center, precision=jax.lax.Precision.HIGHEST)
+    return dots * operands.scale
 
 
 def _array(x: Any) -> Any:

@@ -225,14 +225,19 @@ def _balanced(q: Array, k: Array) -> tuple[Array, Array]:
 
 
 def _balance(q: Array, k: Array) -> Array:
-    """The exponent by which each channel of k is too large: int32 (B, 1, K, D)."""
+    """The exponent by which each channel of k is too large: int32 (B, 1, K, D).
+
+    Relative to a head's other channels, so that padding with the mean changes nothing.
+    """
     k = k.astype(jnp.float32) - primitive.mean_over_tokens(k)
     of_q = _mean_square(q.astype(jnp.float32))
     batch, _, heads, dim = k.shape
     of_q = of_q.reshape(batch, 1, heads, of_q.shape[2] // heads, dim).mean(axis=3)
     log_ratio = jnp.log2(_mean_square(k)) - jnp.log2(of_q)
     # Channels without numbers, or with too large ones, stay as they are.
-    log_ratio = jnp.where(jnp.isfinite(log_ratio), log_ratio, 0)
+    known = jnp.isfinite(log_ratio)
+    mean = jnp.mean(log_ratio, axis=-1, keepdims=True, where=known)
+    log_ratio = jnp.where(known, log_ratio - mean, 0)
     most = np.float32(_MOST_BALANCE)
     return jnp.clip(jnp.round(log_ratio / 4), -most, most).astype(jnp.int32)
 

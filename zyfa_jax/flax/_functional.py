@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _attention
-from .._quantize import quantize
+from .._quantize import quantize, quantize_qkv
 from . import rope
 
 if TYPE_CHECKING:
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
     from .cache import KeyValueCache
 
-Precision = Literal["fp8"] | None
+Precision = Literal["int8", "fp8"] | None
 Window = int | tuple[int | None, int | None] | None
 
 
 def check_precision(precision: Any) -> None:
-    if precision not in (None, "fp8"):
+    if precision not in (None, "int8", "fp8"):
         raise ValueError(
-            'zyfa_jax.flax takes precision=None (the dtype of the inputs) or "fp8", '
-            f"not {precision!r}"
+            "zyfa_jax.flax takes precision=None (the dtype of the inputs), "
+            f'"int8" or "fp8", not {precision!r}'
         )
 
 
@@ -99,11 +99,12 @@ def attend(
 ) -> Float[Array, "*b t h e"]:
     """`zyfa_jax.attention` over any number of batch axes, its output in q's dtype.
 
-    With precision="fp8", q, k and v are quantized per head, k centred over tokens;
-    gradients pass straight through the rounding. `lengths` is the number of tokens of
-    each batch element; later ones are not seen and give zeros. `kv_length` is how many
-    of the keys of a cache, in any dtype, there are yet; the queries are the last of
-    them. `attention` is called in place of `zyfa_jax.attention`.
+    With precision="fp8", q, k and v are quantized per head, k centred over tokens; with
+    "int8", by `zyfa_jax.quantize_qkv`. Gradients pass straight through the rounding.
+    `lengths` is the number of tokens of each batch element; later ones are not seen and
+    give zeros. `kv_length` is how many of the keys of a cache, in any dtype, there are
+    yet; the queries are the last of them. `attention` is called in place of
+    `zyfa_jax.attention`.
     """
     check_precision(precision)
     batch = q.shape[:-3]
@@ -122,11 +123,14 @@ def attend(
         options |= {"q_lengths": lengths, "kv_lengths": lengths}
     if kv_length is not None:
         options |= {"kv_lengths": kv_length}
-    if precision == "fp8":
+    if precision is not None:
         q, k, v = operands
         if kv_length is not None:
             k = _filled_up(k, kv_length)
-        operands = [quantize(q), quantize(k, center=True), quantize(v)]
+        if precision == "int8":
+            operands = [*quantize_qkv(q, k, v)]
+        else:
+            operands = [quantize(q), quantize(k, center=True), quantize(v)]
     attention = attention or _attention.attention
     out = attention(*operands, out_dtype=dtype, **options)
     return out.reshape(*batch, *out.shape[-3:])

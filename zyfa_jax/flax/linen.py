@@ -48,8 +48,8 @@ def make_attention_fn(
     Args:
       causal: whether attention is causal without a mask.
       precision: None computes in the dtype of the inputs; "fp8" quantizes them per
-        head, keys centred over tokens, and lets gradients straight through the
-        rounding.
+        head, keys centred over tokens, and "int8" by `zyfa_jax.quantize_qkv`; both let
+        gradients straight through the rounding.
       window: as in `zyfa_jax.attention`.
       scale: what logits are multiplied by; 1 / sqrt(head dim) by default.
       implementation: as in `zyfa_jax.attention`.
@@ -130,8 +130,9 @@ class GroupedQueryAttention(nn.Module):
       use_bias: whether the projections add a bias.
       dtype: dtype of the computation; by default inferred from input and parameters.
       param_dtype: dtype of the parameters.
-      precision: None attends in `dtype`; "fp8" in FP8, with gradients straight through
-        the rounding (see `make_attention_fn`). The projections stay in `dtype`.
+      precision: None attends in `dtype`; "fp8" in FP8 and "int8" with int8 queries and
+        keys, with gradients straight through the rounding (see `make_attention_fn`).
+        The projections stay in `dtype`.
       kernel_init: initializer of the projections.
       bias_init: initializer of their biases.
       implementation: as in `zyfa_jax.attention`.
@@ -291,8 +292,9 @@ class MultiHeadLatentAttention(nn.Module):
         default.
       dtype: dtype of the computation; by default inferred from input and parameters.
       param_dtype: dtype of the parameters.
-      precision: None attends in `dtype`; "fp8" in FP8, with gradients straight through
-        the rounding (see `make_attention_fn`). The projections stay in `dtype`.
+      precision: None attends in `dtype`; "fp8" in FP8 and "int8" with int8 queries and
+        keys, with gradients straight through the rounding (see `make_attention_fn`).
+        The projections stay in `dtype`.
       kernel_init: initializer of the projections.
       implementation: as in `zyfa_jax.attention`.
       attention: called in place of `zyfa_jax.attention`, with its arguments; for
