@@ -59,10 +59,9 @@ def test_everything_is_reported(tmp_path, capsys):
         assert f"<!-- {text} -->" in drawn
 
 
-@pytest.mark.parametrize("devices", [9, 0, -1])
-def test_devices_that_are_not_there_are_told(devices, capsys):
-    assert main([*QUICK, "--devices", str(devices)]) == 2
-    assert f"--devices {devices}, but JAX sees 8" in capsys.readouterr().out
+def test_devices_that_are_not_there_are_told(capsys):
+    assert main([*QUICK, "--devices", "9"]) == 2
+    assert "--devices 9, but JAX sees 8" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -249,18 +249,6 @@ WRONG = {
         r"architectures=\[\[\]\]",
     ),
     "odd head dim": (settings(head_dim=5), "head_dim=5, where .* take an even number"),
-    "yarn of no sense": (
-        settings(
-            rope_scaling={
-                "type": "yarn",
-                "factor": 4,
-                "original_max_position_embeddings": 64,
-                "beta_fast": 1,
-                "beta_slow": 32,
-            }
-        ),
-        r"beta_fast=1.0, which is to be at least beta_slow=32.0",
-    ),
     "setting missing": (settings(hidden_size=None), "config.json has no hidden_size"),
     "setting no number": (
         settings(hidden_size="32"),

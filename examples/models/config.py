@@ -243,17 +243,11 @@ def _yarn(rope: _Fields) -> YarnScaling:
     if amplitude is None and rope.get("mscale") and rope.get("mscale_all_dim"):
         amplitude = yarn_amplitude(factor, rope.number("mscale"))
         amplitude /= yarn_amplitude(factor, rope.number("mscale_all_dim"))
-    fast, slow = rope.number("beta_fast", 32), rope.number("beta_slow", 1)
-    if fast < slow:
-        raise InputError(
-            f"config.json has beta_fast={fast}, which is to be at least "
-            f"beta_slow={slow}"
-        )
     return YarnScaling(
         factor=factor,
         original_max_positions=rope.whole("original_max_position_embeddings"),
-        beta_fast=fast,
-        beta_slow=slow,
+        beta_fast=rope.number("beta_fast", 32),
+        beta_slow=rope.number("beta_slow", 1),
         attention_factor=amplitude,
         truncate=bool(rope.get("truncate", True)),
     )
