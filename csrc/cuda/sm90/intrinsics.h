@@ -268,42 +268,31 @@ struct Fp8Products {
   }
 };
 
-struct BF16Products {
-  static constexpr int kDepth = 16;
-
-  template <bool kAccumulates>
-  static ZYFA_DEVICE void Multiply(float (&d)[64], uint64_t a, uint64_t b) {
-    ZYFA_EITHER_PRODUCT(64, kAccumulates, d, "m64n128k16.f32.bf16.bf16",
-                        "%64, %65, p, 1, 1, 0, 0", "l"(a), "l"(b));
+// The first operand of the second kind in registers; the second's rows lie
+// along the depth.
+#define ZYFA_TWO_BYTE_PRODUCTS(Name, type)                                     \
+  struct Name {                                                                \
+    static constexpr int kDepth = 16;                                          \
+                                                                               \
+    template <bool kAccumulates>                                               \
+    static ZYFA_DEVICE void Multiply(float (&d)[64], uint64_t a, uint64_t b) { \
+      ZYFA_EITHER_PRODUCT(64, kAccumulates, d,                                 \
+                          "m64n128k16.f32." type "." type,                     \
+                          "%64, %65, p, 1, 1, 0, 0", "l"(a), "l"(b));          \
+    }                                                                          \
+    template <bool kAccumulates>                                               \
+    static ZYFA_DEVICE void Multiply(float (&d)[64], const uint32_t (&a)[4],   \
+                                     uint64_t b) {                             \
+      ZYFA_EITHER_PRODUCT(64, kAccumulates, d,                                 \
+                          "m64n128k16.f32." type "." type,                     \
+                          "{%64, %65, %66, %67}, %68, p, 1, 1, 1", "r"(a[0]),  \
+                          "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));            \
+    }                                                                          \
   }
-  // The first operand in registers; the second's rows lie along the depth.
-  template <bool kAccumulates>
-  static ZYFA_DEVICE void Multiply(float (&d)[64], const uint32_t (&a)[4],
-                                   uint64_t b) {
-    ZYFA_EITHER_PRODUCT(64, kAccumulates, d, "m64n128k16.f32.bf16.bf16",
-                        "{%64, %65, %66, %67}, %68, p, 1, 1, 1", "r"(a[0]),
-                        "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
+ZYFA_TWO_BYTE_PRODUCTS(BF16Products, "bf16");
+ZYFA_TWO_BYTE_PRODUCTS(F16Products, "f16");
 
-struct F16Products {
-  static constexpr int kDepth = 16;
-
-  template <bool kAccumulates>
-  static ZYFA_DEVICE void Multiply(float (&d)[64], uint64_t a, uint64_t b) {
-    ZYFA_EITHER_PRODUCT(64, kAccumulates, d, "m64n128k16.f32.f16.f16",
-                        "%64, %65, p, 1, 1, 0, 0", "l"(a), "l"(b));
-  }
-  // The first operand in registers; the second's rows lie along the depth.
-  template <bool kAccumulates>
-  static ZYFA_DEVICE void Multiply(float (&d)[64], const uint32_t (&a)[4],
-                                   uint64_t b) {
-    ZYFA_EITHER_PRODUCT(64, kAccumulates, d, "m64n128k16.f32.f16.f16",
-                        "{%64, %65, %66, %67}, %68, p, 1, 1, 1", "r"(a[0]),
-                        "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
-
+#undef ZYFA_TWO_BYTE_PRODUCTS
 #undef ZYFA_EITHER_PRODUCT
 #undef ZYFA_PRODUCT
 #undef ZYFA_NAMES_68
