@@ -121,12 +121,9 @@ ZYFA_DEVICE void StoreShared(uint32_t address, uint32_t word) {
                : "memory");
 }
 
-// Hardware barriers of the block, by number; `threads` counts both kinds.
+// Waits for `threads` threads of the block at the hardware barrier `id`.
 ZYFA_DEVICE void SyncNamed(int id, int threads) {
   asm volatile("bar.sync %0, %1;" : : "r"(id), "r"(threads) : "memory");
-}
-ZYFA_DEVICE void ArriveNamed(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" : : "r"(id), "r"(threads) : "memory");
 }
 
 // ---- The copy engine
@@ -303,12 +300,6 @@ ZYFA_TWO_BYTE_PRODUCTS(F16Products, "f16");
 #undef ZYFA_OPERANDS_4
 
 // ---- Numbers
-
-// The same number, of which the compiler knows nothing.
-ZYFA_DEVICE int Forget(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
 
 // NaN if either is.
 ZYFA_DEVICE float Maximum(float a, float b) {
