@@ -175,24 +175,28 @@ class KernelLimits:
       dtypes: of q and k.
       head_dims: pairs of query/key and value head dim; None for any multiples of 8 up
         to 256.
-      key_blocks: whether a head's keys and values may have several descales.
-      value_channels: whether each channel of v may have its own.
+      key_blocks: dtypes of keys of which a head may have several descales.
+      value_blocks: whether its values may then, too.
+      value_channels: dtypes of keys with which each channel of v may have its own.
       int32: whether it counts tokens, bytes of a token and blocks of queries in 32
         bits.
     """
 
     dtypes: tuple[np.dtype, ...] = _QK_DTYPES
     head_dims: tuple[tuple[int, int], ...] | None = None
-    key_blocks: bool = True
-    value_channels: bool = True
+    key_blocks: tuple[np.dtype, ...] = _QK_DTYPES
+    value_blocks: bool = True
+    value_channels: tuple[np.dtype, ...] = _QK_DTYPES
     int32: bool = False
 
     def __str__(self) -> str:
         text = self.dims_text()
         if self.dtypes != _QK_DTYPES:
             text += f" in {_names(self.dtypes)}"
-        if not self.key_blocks:
+        if self.key_blocks != _QK_DTYPES:
             text += " with one descale for all keys of a head"
+            if self.key_blocks:
+                text += f", but in {_names(self.key_blocks)}"
         return text
 
     def dims_text(self) -> str:
@@ -207,14 +211,18 @@ class KernelLimits:
         return dims in self.head_dims
 
 
-_GPU = KernelLimits(
+_CUDA = KernelLimits(
     dtypes=(*_INPUT_DTYPES[:2], FLOAT8),
     head_dims=((128, 128), (192, 128)),
-    key_blocks=False,
-    value_channels=False,
+    key_blocks=(),
+    value_blocks=False,
+    value_channels=(),
     int32=True,
 )
-KERNELS = {"cpu": KernelLimits(), "rocm": _GPU, "cuda": _GPU}
+_ROCM = dataclasses.replace(
+    _CUDA, dtypes=(*_CUDA.dtypes, INT8), key_blocks=(INT8,), value_channels=(INT8,)
+)
+KERNELS = {"cpu": KernelLimits(), "rocm": _ROCM, "cuda": _CUDA}
 
 
 def kernel_refusal(
@@ -238,9 +246,11 @@ def kernel_refusal(
         return f"{limits.dims_text()}, not {dims[0]} and {dims[1]}"
     if dtype not in limits.dtypes:
         return f"{_names(limits.dtypes)}, not {dtype.name}"
-    if spec.kv_block and not limits.key_blocks:
+    if spec.kv_block and dtype not in limits.key_blocks:
         return f"one descale for all keys of a head, not one per {spec.kv_block} keys"
-    if spec.v_channels and not limits.value_channels:
+    if spec.kv_block and not spec.v_channels and not limits.value_blocks:
+        return f"one descale for a channel of v, not one per {spec.kv_block} keys"
+    if spec.v_channels and dtype not in limits.value_channels:
         return "one descale for all channels of v, not one per channel"
     return _too_large(shapes, dtype, spec) if limits.int32 else None
 

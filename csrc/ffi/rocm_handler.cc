@@ -26,6 +26,8 @@ struct Kernel {
 constexpr Kernel kKernels[] = {
     {DType::kE4m3, 128, 128, "zyfa_attention_fp8_128x128"},
     {DType::kE4m3, 192, 128, "zyfa_attention_fp8_192x128"},
+    {DType::kI8, 128, 128, "zyfa_attention_int8_128x128"},
+    {DType::kI8, 192, 128, "zyfa_attention_int8_192x128"},
     {DType::kBF16, 128, 128, "zyfa_attention_bf16_128x128"},
     {DType::kBF16, 192, 128, "zyfa_attention_bf16_192x128"},
     {DType::kF16, 128, 128, "zyfa_attention_f16_128x128"},
@@ -57,6 +59,9 @@ std::string Refusal(const AttentionParams& p) {
 AttentionArgs ToArgs(const AttentionParams& p) {
   AttentionArgs args;
   FillArgs(p, &args);
+  args.kv_block = p.kv_block < p.kv_len ? static_cast<int32_t>(p.kv_block) : 0;
+  args.k_scales = static_cast<int32_t>(p.kv_scales);
+  args.v_channels = p.v_channels ? 1 : 0;
   args.out_type = ToOutType(p.out_dtype);
   return args;
 }
