@@ -211,18 +211,15 @@ class KernelLimits:
         return dims in self.head_dims
 
 
-_CUDA = KernelLimits(
-    dtypes=(*_INPUT_DTYPES[:2], FLOAT8),
+_GPU = KernelLimits(
+    dtypes=(*_INPUT_DTYPES[:2], *QUANTIZED_DTYPES),
     head_dims=((128, 128), (192, 128)),
-    key_blocks=(),
+    key_blocks=(INT8,),
     value_blocks=False,
-    value_channels=(),
+    value_channels=(INT8,),
     int32=True,
 )
-_ROCM = dataclasses.replace(
-    _CUDA, dtypes=(*_CUDA.dtypes, INT8), key_blocks=(INT8,), value_channels=(INT8,)
-)
-KERNELS = {"cpu": KernelLimits(), "rocm": _ROCM, "cuda": _CUDA}
+KERNELS = {"cpu": KernelLimits(), "rocm": _GPU, "cuda": _GPU}
 
 
 def kernel_refusal(

@@ -59,9 +59,6 @@ std::string Refusal(const AttentionParams& p) {
 AttentionArgs ToArgs(const AttentionParams& p) {
   AttentionArgs args;
   FillArgs(p, &args);
-  args.kv_block = p.kv_block < p.kv_len ? static_cast<int32_t>(p.kv_block) : 0;
-  args.k_scales = static_cast<int32_t>(p.kv_scales);
-  args.v_channels = p.v_channels ? 1 : 0;
   args.out_type = ToOutType(p.out_dtype);
   return args;
 }
