@@ -208,7 +208,7 @@ def _lower(
 ) -> Any:
     """In jnp; or by launches of a platform's kernel, on shards where there are."""
     avals: Any = ctx.avals_in
-    name, shapes = ctx.primitive.name, [x.shape for x in avals]
+    name, shapes = str(ctx.primitive), [x.shape for x in avals]
     target = _custom_call(platform, kernel, shapes)
     context = ctx.module_context
     split = _axes.is_partitioned(context.axis_context)
@@ -366,19 +366,18 @@ def _rounded(
     if rounding.block == steps.TILE:
         values, descale = launch("both", x)
         return values, descale
-    if found is None:
-        (found,) = launch("find", x)
-    count = found.shape[2]
+    of_tiles: Array = launch("find", x)[0] if found is None else found
+    count = of_tiles.shape[2]
     if rounding.block:
         per_block = rounding.block // steps.TILE
         blocks = -(-count // per_block)
-        padded = jnp.pad(found, [(0, 0), (0, 0), (0, blocks * per_block - count)])
-        largest = padded.reshape(*found.shape[:2], blocks, per_block).max(axis=3)
+        padded = jnp.pad(of_tiles, [(0, 0), (0, 0), (0, blocks * per_block - count)])
+        largest = padded.reshape(*of_tiles.shape[:2], blocks, per_block).max(axis=3)
         descale = jnp.where(largest == 0, 1, largest)
         given = jnp.repeat(descale, per_block, axis=2)[..., :count]
     else:
-        largest = numerics.shared(jnp.max(found, axis=2, initial=0.0), rounding)
+        largest = numerics.shared(jnp.max(of_tiles, axis=2, initial=0.0), rounding)
         descale = jnp.where(largest == 0, 1, largest)
-        given = jnp.broadcast_to(descale[..., None], found.shape)
+        given = jnp.broadcast_to(descale[..., None], of_tiles.shape)
     (values,) = launch("round", x, given)
     return values, descale

@@ -176,7 +176,8 @@ def _sharding_rule(
     """Factors in einsum notation, for Shardy's propagation: tokens are (n t)."""
     del mesh, results
     tokens = operands[0].shape[1]
-    whole = tokens % TILE == 0 and tokens > TILE
+    tiled = any("n" in kind.factors for kind in step.operands + step.results)
+    whole = tiled and tokens % TILE == 0 and tokens > TILE
     of_token = "(n t)" if whole else "s"
     ins, outs = (
         ", ".join(kind.factors.format(t=of_token) for kind in kinds)

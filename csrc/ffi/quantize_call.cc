@@ -169,6 +169,9 @@ ffi::ErrorOr<QuantizeLaunch> DecodeQuantize(const QuantizeCall& call,
   if ((to_int8 || call.weigh) && !call.rotate) {
     return Invalid("int8 and weigh are for rotate alone");
   }
+  if (call.weigh && !platform.measures) {
+    return Invalid(kernels + "no weight");
+  }
   const bool gives_nan = to_int8 && step->found == Found::kOfTiles;
   const size_t operands = (step->given != Given::kNone) +
                           (step->given == Given::kOfChannels) + call.center +
