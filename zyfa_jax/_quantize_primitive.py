@@ -16,8 +16,7 @@
 The kernels take one pass over x where each of their tiles of 128 tokens of a head, or
 each token, has its own descale. Else they take two: the first finds the descale of each
 tile, of which XLA takes the largest, and the second rounds. Means, the balance and the
-descales of channels take one more that measures each channel in each tile; where a
-platform's kernels do not measure, XLA takes the mean.
+descales of channels take one more that measures each channel in each tile.
 """
 
 from __future__ import annotations
@@ -43,8 +42,6 @@ from ._quantize_numerics import FP8, GUARD_ABOVE, LARGEST, Rounding
 if TYPE_CHECKING:
     from jaxtyping import Array
 
-_MEASURING = ("cuda",)
-"""Platforms whose kernels measure, and round to int8."""
 _SUM_SCALE = np.float32(2.0**-8)
 """Of csrc/gpu/quantize_args.h."""
 
@@ -177,9 +174,7 @@ def _lower_quantize(
 ) -> Any:
     kernel = implementation or platform
     define = functools.partial(numerics.define, rounding=rounding)
-    by_kernel = functools.partial(
-        _quantize_by_kernel, rounding=rounding, measures=kernel in _MEASURING
-    )
+    by_kernel = functools.partial(_quantize_by_kernel, rounding=rounding)
     return _lower(ctx, operands, platform, kernel, define, by_kernel)
 
 
@@ -193,8 +188,6 @@ def _lower_together(
     kernel = implementation or platform
     define = functools.partial(numerics.define_together, precision=precision)
     by_kernel = functools.partial(_together_by_kernel, precision=precision)
-    if kernel not in _MEASURING:
-        kernel = None
     return _lower(ctx, operands, platform, kernel, define, by_kernel)
 
 
@@ -260,13 +253,10 @@ def _custom_call(
 
 
 def _quantize_by_kernel(
-    x: Array, *, launch: steps.Launch, rounding: Rounding, measures: bool
+    x: Array, *, launch: steps.Launch, rounding: Rounding
 ) -> tuple[Array, ...]:
     if not rounding.center:
         return _rounded(x, launch=launch, rounding=rounding)
-    if not measures:
-        mean = numerics.mean_over_tokens(x).squeeze(1)
-        return *_rounded(x, mean, launch=launch, rounding=rounding), mean
     (statistics,) = launch("measure", x)
     mean = _Measured.of(statistics).mean
     found = None if rounding.rotate else _measured_descales(statistics, mean)

@@ -28,7 +28,7 @@ std::vector<gpu::Launch> Kernels() {
     }
   }
   static const auto* const quantize = new std::set<std::string>(
-      QuantizeKernels({"CUDA", cuda::PlanQuantize, true}));
+      QuantizeKernels({"CUDA", cuda::PlanQuantize}));
   for (const std::string& name : *quantize) {
     kernels.push_back({name.c_str(), 1, cuda::kMaxQuantizeThreads, nullptr, 0});
   }

@@ -76,27 +76,24 @@ struct Step {
   Given given;
   ffi::DataType values;  // INVALID: none
   Found found;
-  bool everywhere;     // whether every platform has kernels for it
   const char* suffix;  // of the kernels' names; null: by whether it rotates
 };
 constexpr auto kNoValues = ffi::DataType::INVALID;
 constexpr auto kFp8 = ffi::DataType::F8E4M3FN;
 constexpr auto kInt8 = ffi::DataType::S8;
 constexpr Step kSteps[] = {
-    {"find", Given::kNone, kNoValues, Found::kOfTiles, true, nullptr},
-    {"round", Given::kOfTiles, kFp8, Found::kNone, true, nullptr},
-    {"both", Given::kNone, kFp8, Found::kOfTiles, true, nullptr},
-    {"tokens", Given::kNone, kInt8, Found::kOfTokens, false, "_tokens"},
-    {"blocks", Given::kNone, kInt8, Found::kOfTiles, false, "_blocks"},
-    {"channels", Given::kOfChannels, kFp8, Found::kNone, false, "_channels"},
-    {"measure", Given::kNone, kNoValues, Found::kStatistics, false, "_measure"},
+    {"find", Given::kNone, kNoValues, Found::kOfTiles, nullptr},
+    {"round", Given::kOfTiles, kFp8, Found::kNone, nullptr},
+    {"both", Given::kNone, kFp8, Found::kOfTiles, nullptr},
+    {"tokens", Given::kNone, kInt8, Found::kOfTokens, "_tokens"},
+    {"blocks", Given::kNone, kInt8, Found::kOfTiles, "_blocks"},
+    {"channels", Given::kOfChannels, kFp8, Found::kNone, "_channels"},
+    {"measure", Given::kNone, kNoValues, Found::kStatistics, "_measure"},
 };
 
-const Step* FindStep(std::string_view name, const QuantizePlatform& platform) {
+const Step* FindStep(std::string_view name) {
   for (const Step& step : kSteps) {
-    if (step.name == name && (step.everywhere || platform.measures)) {
-      return &step;
-    }
+    if (step.name == name) return &step;
   }
   return nullptr;
 }
@@ -125,10 +122,9 @@ Kernel KernelOf(const Step& step, const char* type, int dim, bool rotate,
           plan.threads, chunks};
 }
 
-std::string StepNames(const QuantizePlatform& platform) {
+std::string StepNames() {
   std::string names;
   for (const Step& step : kSteps) {
-    if (!step.everywhere && !platform.measures) continue;
     names += (names.empty() ? "" : ", ") + std::string(step.name);
   }
   return names;
@@ -139,7 +135,6 @@ std::string StepNames(const QuantizePlatform& platform) {
 std::set<std::string> QuantizeKernels(const QuantizePlatform& platform) {
   std::set<std::string> names;
   for (const Step& step : kSteps) {
-    if (FindStep(step.name, platform) == nullptr) continue;
     for (const bool rotate : {false, true}) {
       if (rotate ? !Prepares(step) : step.values == kInt8) continue;
       for (const char* type : {"bf16", "f16", "f32"}) {
@@ -156,9 +151,9 @@ ffi::ErrorOr<QuantizeLaunch> DecodeQuantize(const QuantizeCall& call,
                                             const QuantizePlatform& platform) {
   const std::string kernels =
       std::string("the ") + platform.name + " kernels take ";
-  const Step* step = FindStep(call.step, platform);
+  const Step* step = FindStep(call.step);
   if (step == nullptr) {
-    return Invalid("step must be one of " + StepNames(platform) + ", got " +
+    return Invalid("step must be one of " + StepNames() + ", got " +
                    std::string(call.step));
   }
   const bool to_int8 = step->values == kInt8;
@@ -168,9 +163,6 @@ ffi::ErrorOr<QuantizeLaunch> DecodeQuantize(const QuantizeCall& call,
   }
   if ((to_int8 || call.weigh) && !call.rotate) {
     return Invalid("int8 and weigh are for rotate alone");
-  }
-  if (call.weigh && !platform.measures) {
-    return Invalid(kernels + "no weight");
   }
   const bool gives_nan = to_int8 && step->found == Found::kOfTiles;
   const size_t operands = (step->given != Given::kNone) +

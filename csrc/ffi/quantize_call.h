@@ -34,7 +34,6 @@ struct QuantizeCall {
 struct QuantizePlatform {
   const char* name;
   gpu::QuantizePlan (*plan)(int head_dim, int chunks);
-  bool measures;  // whether there are kernels for "measure" and to int8
 };
 
 // The names of all of a platform's kernels.

@@ -46,8 +46,11 @@ def test_every_option(hip, dim, options):
     assert_same(z, x, **options)
     assert all(x.kernel.startswith("zyfa_quantize_bf16_") for x in launches)
     steps = [("given" in x.buffers(), "values" in x.buffers()) for x in launches]
-    once = options["granularity"] == "block"
-    assert steps == ([(False, True)] if once else [(False, False), (True, True)])
+    measured = [(False, False)] * options["center"]
+    once = [(False, True)]
+    found = [(False, False)] * (not (options["center"] and not options["rotate"]))
+    block = options["granularity"] == "block"
+    assert steps == measured + (once if block else [*found, (True, True)])
 
 
 @pytest.mark.parametrize("options", [OPTIONS[8], OPTIONS[3], EVERYTHING], ids=str)
@@ -64,7 +67,7 @@ def test_every_dtype(hip, dtype, dim, options):
 def test_every_head_dim(hip, dim, rotate):
     options = {"granularity": "block", "center": True, "rotate": rotate}
     x = normal(1, 130, 3, dim)
-    z, (launch,) = run(hip, x, **options)
+    z, (_, launch) = run(hip, x, **options)
     assert_same(z, x, **options)
     assert launch.kernel.split("_")[3] == str(-(-dim // 64) * 64)
 
@@ -404,7 +407,12 @@ def other(struct, **changes):
 @pytest.mark.parametrize(
     ("operands", "results", "step", "message"),
     [
-        ([X], [VALUES, FOUND], "neither", "step must be one of find, round, both, got"),
+        (
+            [X],
+            [VALUES, FOUND],
+            "neither",
+            "step must be one of find, .*measure, got neither",
+        ),
         ([X], [VALUES], "both", "wrong number of operands or results"),
         ([X], [VALUES], "round", "wrong number of operands or results"),
         ([X, MEAN, MEAN], [FOUND], "find", "wrong number of operands or results"),
@@ -449,7 +457,7 @@ def test_the_kernels_use_neither_scratch_nor_spills():
         for name, kernel in code.kernels.items()
         if name.startswith("zyfa_quantize_")
     }
-    assert len(kernels) == 30
+    assert len(kernels) == 90
     for name, kernel in kernels.items():
         assert kernel.scratch_bytes == 0, name
         assert kernel.vgpr_spills == kernel.sgpr_spills == 0, name
