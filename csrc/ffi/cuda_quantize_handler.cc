@@ -6,7 +6,7 @@
 namespace zyfa {
 namespace {
 
-constexpr QuantizePlatform kPlatform = {"CUDA", cuda::PlanQuantize, true};
+constexpr QuantizePlatform kPlatform = {"CUDA", cuda::PlanQuantize};
 
 xla::ffi::Error Run(int device, void* stream, const QuantizeLaunch& launch) {
   gpu::QuantizeArgs args = launch.args;

@@ -6,7 +6,7 @@
 namespace zyfa {
 namespace {
 
-constexpr QuantizePlatform kPlatform = {"ROCm", rocm::PlanQuantize, false};
+constexpr QuantizePlatform kPlatform = {"ROCm", rocm::PlanQuantize};
 
 xla::ffi::Error Run(int device, void* stream, const QuantizeLaunch& launch) {
   return ToFfiError(

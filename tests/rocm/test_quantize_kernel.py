@@ -46,8 +46,11 @@ def test_every_option(hip, dim, options):
     assert_same(z, x, **options)
     assert all(x.kernel.startswith("zyfa_quantize_bf16_") for x in launches)
     steps = [("given" in x.buffers(), "values" in x.buffers()) for x in launches]
-    once = options["granularity"] == "block"
-    assert steps == ([(False, True)] if once else [(False, False), (True, True)])
+    measured = [(False, False)] * options["center"]
+    once = [(False, True)]
+    found = [(False, False)] * (not (options["center"] and not options["rotate"]))
+    block = options["granularity"] == "block"
+    assert steps == measured + (once if block else [*found, (True, True)])
 
 
 @pytest.mark.parametrize("options", [OPTIONS[8], OPTIONS[3], EVERYTHING], ids=str)
@@ -64,7 +67,7 @@ def test_every_dtype(hip, dtype, dim, options):
 def test_every_head_dim(hip, dim, rotate):
     options = {"granularity": "block", "center": True, "rotate": rotate}
     x = normal(1, 130, 3, dim)
-    z, (launch,) = run(hip, x, **options)
+    z, (_, launch) = run(hip, x, **options)
     assert_same(z, x, **options)
     assert launch.kernel.split("_")[3] == str(-(-dim // 64) * 64)
 
@@ -404,7 +407,12 @@ def other(struct, **changes):
 @pytest.mark.parametrize(
     ("operands", "results", "step", "message"),
     [
-        ([X], [VALUES, FOUND], "neither", "step must be find, round or both, got nei"),
+        (
+            [X],
+            [VALUES, FOUND],
+            "neither",
+            "step must be one of find, .*measure, got neither",
+        ),
         ([X], [VALUES], "both", "wrong number of operands or results"),
         ([X], [VALUES], "round", "wrong number of operands or results"),
         ([X, MEAN, MEAN], [FOUND], "find", "wrong number of operands or results"),
@@ -427,11 +435,13 @@ def test_the_handler_checks_what_it_is_given(hip, operands, results, step, messa
     target: Any = _ffi.target("cpu", "rocm", _ffi.QUANTIZE_TARGET)
     call = jax.ffi.ffi_call(target, results)
     arrays = [np.zeros(x.shape, x.dtype) for x in operands]
+    flags = dict.fromkeys(("center", "weigh", "rotate"), np.bool_(False))
+    flags["center"] = np.bool_(len(operands) > (2 if step == "round" else 1))
     with pytest.raises(
         (jax.errors.JaxRuntimeError, ValueError),
         match=f"(?s)INVALID_ARGUMENT.*zyfa_quantize: .*{message}",
     ):
-        jax.block_until_ready(call(*arrays, step=step, rotate=np.bool_(False)))
+        jax.block_until_ready(call(*arrays, step=step, **flags))
 
 
 def test_the_handler_may_be_captured_in_a_command_buffer(xla):
@@ -447,7 +457,7 @@ def test_the_kernels_use_neither_scratch_nor_spills():
         for name, kernel in code.kernels.items()
         if name.startswith("zyfa_quantize_")
     }
-    assert len(kernels) == 30
+    assert len(kernels) == 90
     for name, kernel in kernels.items():
         assert kernel.scratch_bytes == 0, name
         assert kernel.vgpr_spills == kernel.sgpr_spills == 0, name

@@ -1,5 +1,6 @@
-// FP8 quantisation for gfx950: a workgroup takes 128 tokens of one head, and
-// holds them in registers from the one load of them to the one store.
+// Quantisation for gfx950, to FP8 and to int8: a workgroup takes 128 tokens of
+// one head, and holds them in registers from the one load of them to the one
+// store.
 //
 // A row (a token of the head) is cut into parts. Consecutive lanes hold
 // consecutive parts of consecutive rows, whatever the head dim. Where rows are
@@ -32,6 +33,8 @@ using gpu::QuantizeArgs;
 constexpr int kQuantizeWaves = rocm::kQuantizeThreads / 64;
 constexpr int kPairs = kChunk / 2;
 constexpr float kInverseFp8Max = 1.0f / 448.0f;
+constexpr float kInt8Max = 127.0f;
+constexpr float kInverseInt8Max = 1.0f / kInt8Max;
 constexpr float kSmallestNormal = 0x1p-126f;
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 constexpr float kGuardAbove = 0x1p64f;
@@ -98,8 +101,19 @@ class Buffer {
           __builtin_amdgcn_raw_buffer_load_b128(resource_, offset, 0, 0));
     }
   }
+  __attribute__((device, always_inline)) uint8_t LoadByte(int offset) const {
+    return __builtin_amdgcn_raw_buffer_load_b8(resource_, offset, 0, 0);
+  }
   __attribute__((device, always_inline)) void Store(I32x2 x, int offset) const {
     __builtin_amdgcn_raw_buffer_store_b64(x, resource_, offset, 0, 0);
+  }
+  __attribute__((device, always_inline)) void Store(float x, int offset) const {
+    __builtin_amdgcn_raw_buffer_store_b32(BitCast<uint32_t>(x), resource_,
+                                          offset, 0, 0);
+  }
+  __attribute__((device, always_inline)) void Store(uint8_t x,
+                                                    int offset) const {
+    __builtin_amdgcn_raw_buffer_store_b8(x, resource_, offset, 0, 0);
   }
 
  private:
@@ -113,6 +127,7 @@ constexpr int kFlipBit0 = 0xb1;        // quad_perm:[1,0,3,2]
 constexpr int kFlipBit1 = 0x4e;        // quad_perm:[2,3,0,1]
 constexpr int kMirrorOfEight = 0x141;  // row_half_mirror
 constexpr int kMirrorOfRow = 0x140;    // row_mirror
+constexpr int kFlipBit3 = 0x128;       // row_ror:8
 
 template <int kControl>
 ZYFA_DEVICE float FromLane(float x) {
@@ -177,6 +192,10 @@ ZYFA_DEVICE uint32_t Product24(uint32_t a, uint32_t b) {
   return (a & 0xffffffu) * (b & 0xffffffu);
 }
 
+ZYFA_DEVICE float Minimum(float a, float b) {
+  return __builtin_elementwise_minimum(a, b);
+}
+
 // The magnitude, 0 of what is not finite.
 ZYFA_DEVICE float FiniteMagnitude(float x) {
   const uint32_t bits = BitCast<uint32_t>(x) & 0x7fffffffu;
@@ -187,7 +206,46 @@ ZYFA_DEVICE bool IsFinite(float x) {
   return (BitCast<uint32_t>(x) & kInfinityBits) != kInfinityBits;
 }
 
+// The descale of numbers up to `largest`. One below the normal range could be
+// flushed to zero.
+ZYFA_DEVICE float DescaleOf(float largest, float inverse_max) {
+  return Maximum(largest * inverse_max, kSmallestNormal);
+}
+
+// A small number plus this is rounded to an integer, and has it as its lowest
+// bits.
+constexpr float kByteFrame = 0x1.8p23f;
+
+ZYFA_DEVICE int32_t LowBytes(F32x2 low, F32x2 high) {
+  const auto both = [](F32x2 x) {
+    return __builtin_amdgcn_perm(BitCast<uint32_t>(x[1]),
+                                 BitCast<uint32_t>(x[0]), 0x0c0c0400);
+  };
+  return static_cast<int32_t>(
+      __builtin_amdgcn_perm(both(high), both(low), 0x05040100));
+}
+
+// The larger magnitude, with a sign bit if either has one: a mark beside it.
+ZYFA_DEVICE float LargerMarked(float a, float b) {
+  const float larger = Maximum(__builtin_fabsf(a), __builtin_fabsf(b));
+  const uint32_t marks = (BitCast<uint32_t>(a) | BitCast<uint32_t>(b)) >> 31;
+  return BitCast<float>(BitCast<uint32_t>(larger) | marks << 31);
+}
+
 // ---- The wave's share of the tile
+
+ZYFA_DEVICE void GroupBarrier() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+  __builtin_amdgcn_s_barrier();
+  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+}
+
+// Where rows meet of which a wave has a part.
+template <int kSlots>
+struct RowsLds {
+  float of_parts[kSlots * rocm::kQuantizeThreads];
+  float of_rows[gpu::kQuantizeTokens];
+};
 
 // kSlots parts of kChunks chunks each for every lane.
 template <class Type, int kSlots, int kChunks, bool kRotates>
@@ -202,16 +260,17 @@ class WaveTile {
         output_(static_cast<char*>(args.values) + first_element,
                 Extent(args, valid_tokens)),
         mean_(args.mean + head * args.head_dim, args.head_dim * 4),
+        weight_(args.weight + head * args.head_dim, args.head_dim * 4),
         centers_(args.mean != nullptr),
-        hadamard_(args.hadamard) {
+        weighs_(args.weight != nullptr),
+        hadamard_(args.hadamard),
+        row_inverse_(args.row_inverse) {
     const int lane = Thread() % 64;
-    const int thread = (Thread() & ~12) | (lane & 4) << 1 | (lane & 8) >> 1;
     const uint32_t parts = args.head_dim / (kChunk * kChunks);
     const uint32_t row = args.heads * args.head_dim;
     for (int i = 0; i < kSlots; ++i) {
-      const uint32_t part = thread + i * rocm::kQuantizeThreads;
-      const uint32_t token = (part * args.row_inverse) >> gpu::kRowInverseShift;
-      const uint32_t channel = (part - Product24(token, parts)) * kChunk;
+      const uint32_t token = TokenOf(i);
+      const uint32_t channel = (PartOf(i) - Product24(token, parts)) * kChunk;
       // A token beyond the tile stays within the range of an offset.
       const uint32_t within =
           token < gpu::kQuantizeTokens ? token : gpu::kQuantizeTokens;
@@ -231,7 +290,8 @@ class WaveTile {
     }
   }
 
-  // Loads, subtracts the mean and rotates, all of it times `guard`.
+  // Loads; subtracts the mean, multiplies by the weight and rotates, all of it
+  // times `guard`.
   __attribute__((device, always_inline)) void Load(float guard) {
     for (int i = 0; i < kSlots; ++i) {
       for (int j = 0; j < kChunks; ++j) Widen(i, j, y_[i][j]);
@@ -241,10 +301,19 @@ class WaveTile {
       for (int i = 0; i < kSlots; ++i) {
         for (int j = 0; j < kChunks; ++j) {
           Chunk mean;
-          LoadMean(i, j, mean);
+          LoadFrom(mean_, i, j, mean);
           for (int k = 0; k < kPairs; ++k) {
             y_[i][j][k] = Fma(-mean[k], F32x2{guard, guard}, y_[i][j][k]);
           }
+        }
+      }
+    }
+    if (kRotates && weighs_) {
+      for (int i = 0; i < kSlots; ++i) {
+        for (int j = 0; j < kChunks; ++j) {
+          Chunk weight;
+          LoadFrom(weight_, i, j, weight);
+          for (int k = 0; k < kPairs; ++k) y_[i][j][k] *= weight[k];
         }
       }
     }
@@ -286,7 +355,7 @@ class WaveTile {
         Widen(i, j, x);
         include(x);
         if (centers_) {
-          LoadMean(i, j, x);
+          LoadFrom(mean_, i, j, x);
           include(x);
         }
       }
@@ -297,8 +366,6 @@ class WaveTile {
 
   // Infinities become the largest FP8 numbers.
   __attribute__((device, always_inline)) void Saturate(float descale) {
-    // It rounds to the largest; that times the largest descale overflows.
-    constexpr float kAlmostMax = 447.0f;
     const float limit = kAlmostMax * descale;
     ForEach([&](F32x2& y) {
       for (int k = 0; k < 2; ++k) {
@@ -322,18 +389,150 @@ class WaveTile {
         for (int k = 0; k < kPairs; k += 2) {
           const F32x2 low = Divide(y_[i][j][k], descale, inverse);
           const F32x2 high = Divide(y_[i][j][k + 1], descale, inverse);
-          const int32_t half =
-              __builtin_amdgcn_cvt_pk_fp8_f32(low[0], low[1], 0, false);
-          codes[k / 2] =
-              __builtin_amdgcn_cvt_pk_fp8_f32(high[0], high[1], half, true);
+          codes[k / 2] = PackFp8(low, high);
         }
         output_.Store(codes, element_[i] + j * kChunkStride);
       }
     }
   }
 
+  // The largest magnitude of each row's part; NaN if any is.
+  __attribute__((device, always_inline)) void LargestOfRows(
+      float (&of_row)[kSlots]) const {
+    for (int i = 0; i < kSlots; ++i) {
+      of_row[i] = 0.0f;
+      for (const auto& chunk : y_[i]) {
+        for (const F32x2 y : chunk) {
+          of_row[i] = Maximum(of_row[i], __builtin_fabsf(y[0]));
+          of_row[i] = Maximum(of_row[i], __builtin_fabsf(y[1]));
+        }
+      }
+    }
+  }
+
+  // The largest finite magnitude of each row's part, marked if the row has NaN.
+  __attribute__((device, always_inline)) void LargestFiniteOfRows(
+      float (&of_row)[kSlots]) {
+    Forget();
+    for (int i = 0; i < kSlots; ++i) {
+      of_row[i] = 0.0f;
+      bool nan = false;
+      for (int j = 0; j < kChunks; ++j) {
+        for (const F32x2 y : y_[i][j]) {
+          of_row[i] = Maximum(of_row[i], FiniteMagnitude(y[0]));
+          of_row[i] = Maximum(of_row[i], FiniteMagnitude(y[1]));
+        }
+        Chunk x;
+        Widen(i, j, x);
+        for (const F32x2 y : x) nan |= y[0] != y[0] || y[1] != y[1];
+      }
+      if (nan) of_row[i] = -of_row[i];
+    }
+  }
+
+  // From each part's, marked or not, to each row's. All waves call this.
+  __attribute__((device, always_inline)) void OverRows(
+      float (&of_row)[kSlots], int head_dim, RowsLds<kSlots>& lds) const {
+    if constexpr (kWhole) {
+      for (float& x : of_row) {
+        x = LargerMarked(x, FromLane<kFlipBit0>(x));
+        x = LargerMarked(x, FromLane<kFlipBit1>(x));
+        x = LargerMarked(x, FromLane<kFlipBit3>(x));
+      }
+    } else {
+      const uint32_t parts = head_dim / kChunk;
+      for (int i = 0; i < kSlots; ++i) lds.of_parts[PartOf(i)] = of_row[i];
+      GroupBarrier();
+      if (Thread() < gpu::kQuantizeTokens) {
+        const uint32_t first = Product24(Thread(), parts);
+        float all = lds.of_parts[first];
+        for (uint32_t i = 1; i < parts; ++i) {
+          all = LargerMarked(all, lds.of_parts[first + i]);
+        }
+        lds.of_rows[Thread()] = all;
+      }
+      GroupBarrier();
+      for (int i = 0; i < kSlots; ++i) {
+        const uint32_t token = TokenOf(i);
+        constexpr uint32_t kLast = gpu::kQuantizeTokens - 1;
+        of_row[i] = lds.of_rows[token < kLast ? token : kLast];
+      }
+    }
+  }
+
+  // Stores a number of each row, of type T.
+  template <class T>
+  __attribute__((device, always_inline)) void StoreOfRows(
+      const Buffer& to, const T (&of_row)[kSlots]) const {
+    for (int i = 0; i < kSlots; ++i) {
+      const int offset = TokenOf(i) * static_cast<int>(sizeof(T));
+      to.Store(of_row[i], channel_[i] == 0 ? offset : kNowhere);
+    }
+  }
+
+  // What int8 has no number for becomes one: NaN 0, infinities the largest.
+  __attribute__((device, always_inline)) void SaturateInt8(
+      const float (&descale)[kSlots]) {
+    for (int i = 0; i < kSlots; ++i) {
+      const float limit = kInt8Max * descale[i];
+      for (auto& chunk : y_[i]) {
+        for (F32x2& y : chunk) {
+          for (int k = 0; k < 2; ++k) {
+            const bool infinite = __builtin_fabsf(y[k]) == __builtin_inff();
+            const float number = y[k] == y[k] ? y[k] : 0.0f;
+            y[k] = infinite ? __builtin_copysignf(limit, y[k]) : number;
+          }
+        }
+      }
+    }
+  }
+
+  // Divides each row by its descale, rounds to int8 and stores.
+  __attribute__((device, always_inline)) void StoreInt8(
+      const float (&descale)[kSlots]) const {
+    const F32x2 frame = {kByteFrame, kByteFrame};
+    for (int i = 0; i < kSlots; ++i) {
+      const float inverse = 1.0f / descale[i];
+      const F32x2 both = {inverse, inverse};
+      for (int j = 0; j < kChunks; ++j) {
+        F32x2 framed[kPairs];
+        for (int k = 0; k < kPairs; ++k) {
+          framed[k] = Fma(y_[i][j][k], both, frame);
+        }
+        output_.Store(I32x2{LowBytes(framed[0], framed[1]),
+                            LowBytes(framed[2], framed[3])},
+                      element_[i] + j * kChunkStride);
+      }
+    }
+  }
+
+  // Divides by a descale for each channel, rounds to FP8 and stores; tokens of
+  // which `nan` is not 0 become NaN.
+  __attribute__((device, always_inline)) void StoreByChannel(
+      const Buffer& descales, const Buffer& nan) const {
+    for (int i = 0; i < kSlots; ++i) {
+      const bool marked = nan.LoadByte(TokenOf(i)) != 0;
+      Chunk by;
+      LoadFrom(descales, i, 0, by);
+      I32x2 codes = {0, 0};
+      for (int k = 0; k < kPairs; k += 2) {
+        const F32x2 low = DivideByTwo(y_[i][0][k], by[k], marked);
+        const F32x2 high = DivideByTwo(y_[i][0][k + 1], by[k + 1], marked);
+        codes[k / 2] = PackFp8(low, high);
+      }
+      output_.Store(codes, element_[i]);
+    }
+  }
+
  private:
   static constexpr int kChunkStride = 8 * kChunk;
+  // It rounds to the largest FP8 number; that times the largest descale
+  // overflows.
+  static constexpr float kAlmostMax = 447.0f;
+  // Beyond every buffer of rows.
+  static constexpr int kNowhere = 1 << 24;
+  // Whether eight lanes hold a row.
+  static constexpr bool kWhole = kChunks > 1;
   // Beyond the mean, which is zero for tokens that are not there.
   static constexpr uint32_t kNoChannel = 1 << 24;
 
@@ -351,6 +550,34 @@ class WaveTile {
     const F32x2 quotient = y * inverse;
     const F32x2 excess = Fma(quotient, F32x2{descale, descale}, -y);
     return Fma(-excess, F32x2{inverse, inverse}, quotient);
+  }
+
+  // Two numbers by two descales: see Saturate, Store and Divide.
+  static __attribute__((device, always_inline)) F32x2 DivideByTwo(F32x2 y,
+                                                                  F32x2 descale,
+                                                                  bool nan) {
+    F32x2 inverse;
+    for (int k = 0; k < 2; ++k) {
+      const float factor = descale[k] < 0x1p-60f ? 0x1p64f : 1.0f;
+      const float number = y[k] * factor;
+      descale[k] *= factor;
+      const float limit = kAlmostMax * descale[k];
+      const bool infinite = __builtin_fabsf(number) == __builtin_inff();
+      y[k] = infinite ? __builtin_copysignf(limit, number) : number;
+      inverse[k] = Reciprocal(descale[k]);
+    }
+    const F32x2 quotient = y * inverse;
+    const F32x2 excess = Fma(quotient, descale, -y);
+    const F32x2 exact = Fma(-excess, inverse, quotient);
+    const float none = __builtin_nanf("");
+    return {nan ? none : exact[0], nan ? none : exact[1]};
+  }
+
+  static __attribute__((device, always_inline)) int32_t PackFp8(F32x2 low,
+                                                                F32x2 high) {
+    const int32_t half =
+        __builtin_amdgcn_cvt_pk_fp8_f32(low[0], low[1], 0, false);
+    return __builtin_amdgcn_cvt_pk_fp8_f32(high[0], high[1], half, true);
   }
 
   // Has the compiler load again what else it would keep in registers.
@@ -371,10 +598,23 @@ class WaveTile {
     Type::Widen(input_.template Load<typename Type::Raw>(offset), y);
   }
 
-  __attribute__((device, always_inline)) void LoadMean(int i, int j,
-                                                       Chunk& mean) const {
+  // Of the channels of a part, from what has one number for each.
+  __attribute__((device, always_inline)) void LoadFrom(const Buffer& buffer,
+                                                       int i, int j,
+                                                       Chunk& x) const {
     const int offset = (channel_[i] + j * kChunkStride) * 4;
-    FromF32::Widen(mean_.template Load<I32x8>(offset), mean);
+    FromF32::Widen(buffer.template Load<I32x8>(offset), x);
+  }
+
+  // Parts are dealt so that lanes which exchange numbers differ in a bit for
+  // which there is an instruction.
+  static __attribute__((device, always_inline)) uint32_t PartOf(int i) {
+    const int lane = Thread() % 64;
+    const int thread = (Thread() & ~12) | (lane & 4) << 1 | (lane & 8) >> 1;
+    return thread + i * rocm::kQuantizeThreads;
+  }
+  __attribute__((device, always_inline)) uint32_t TokenOf(int i) const {
+    return (PartOf(i) * row_inverse_) >> gpu::kRowInverseShift;
   }
 
   template <class Call>
@@ -443,8 +683,11 @@ class WaveTile {
   const Buffer input_;
   const Buffer output_;
   const Buffer mean_;
+  const Buffer weight_;
   const bool centers_;
+  const bool weighs_;
   const int hadamard_;
+  const uint32_t row_inverse_;
   uint32_t channel_[kSlots];  // of the mean, the part's first
   uint32_t element_[kSlots];  // of the tile, the part's first
   float sign_[3];
@@ -454,69 +697,324 @@ class WaveTile {
 
 // ---- The kernel
 
+// The largest of the group's; of none of them NaN.
 ZYFA_DEVICE float GroupMaximum(float of_wave, float* lds) {
   const int wave = Uniform(Thread() / 64);
   if (Thread() % 64 == 0) lds[wave] = of_wave;
-  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
-  __builtin_amdgcn_s_barrier();
-  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+  GroupBarrier();
   float largest = lds[0];
   for (int i = 1; i < kQuantizeWaves; ++i) largest = Maximum(largest, lds[i]);
   return largest;
 }
 
-template <class Type, int kSlots, int kChunks, bool kRotates>
-ZYFA_DEVICE void Quantize(const QuantizeArgs& args) {
-  __attribute__((shared)) static float lds[kQuantizeWaves];
-  const auto tiles = static_cast<uint32_t>(gpu::QuantizeTiles(args.tokens));
-  // Heads come first: what is loaded at one time lies together.
-  const auto group = static_cast<uint32_t>(Group());
-  const auto heads = static_cast<uint32_t>(args.heads);
-  const uint32_t head_of_batch = group % heads;
-  const uint32_t tile = group / heads % tiles;
-  const uint32_t batch = group / heads / tiles;
-  const int first_token = static_cast<int>(tile) * gpu::kQuantizeTokens;
-  const int left = args.tokens - first_token;
-  const int64_t head = int64_t{batch} * heads + head_of_batch;
-  const int64_t token = int64_t{batch} * args.tokens + first_token;
-  WaveTile<Type, kSlots, kChunks, kRotates> wave(
-      args, (token * heads + head_of_batch) * args.head_dim,
-      left < gpu::kQuantizeTokens ? left : gpu::kQuantizeTokens, head);
+// The group's tile. Heads come first: what is loaded at one time lies together.
+struct Tile {
+  __attribute__((device,
+                 always_inline)) explicit Tile(const QuantizeArgs& args) {
+    const auto tiles = static_cast<uint32_t>(gpu::QuantizeTiles(args.tokens));
+    const auto group = static_cast<uint32_t>(Group());
+    const auto heads = static_cast<uint32_t>(args.heads);
+    const uint32_t head_of_batch = group % heads;
+    const uint32_t tile = group / heads % tiles;
+    const uint32_t batch = group / heads / tiles;
+    const int first_token = static_cast<int>(tile) * gpu::kQuantizeTokens;
+    const int left = args.tokens - first_token;
+    const int64_t token = int64_t{batch} * args.tokens + first_token;
+    head = int64_t{batch} * heads + head_of_batch;
+    index = head * tiles + tile;
+    token_index = head * args.tokens + first_token;
+    first_element = (token * heads + head_of_batch) * args.head_dim;
+    valid_tokens = left < gpu::kQuantizeTokens ? left : gpu::kQuantizeTokens;
+  }
 
+  int64_t head;         // of all batches
+  int64_t index;        // of all heads' tiles
+  int64_t token_index;  // of all heads' tokens, the tile's first
+  int64_t first_element;
+  int valid_tokens;
+};
+
+// Loads times a guard under which no sum overflows, and returns it. `finite`
+// becomes is_finite(), whether all numbers are.
+template <class Wave, class IsFinite>
+ZYFA_DEVICE float LoadGuarded(Wave& wave, bool overflows,
+                              const IsFinite& is_finite, bool& finite) {
   float guard = 1.0f;
-  float largest;
-  bool finite;
   for (;;) {
     wave.Load(guard);
-    largest = wave.Largest();
-    finite = IsFinite(largest);
-    const bool overflows =
-        Type::kOverflows && (kRotates || args.mean != nullptr);
-    if (finite || !overflows || guard != 1.0f) break;
+    finite = is_finite();
+    if (finite || !overflows || guard != 1.0f) return guard;
     guard = wave.Guard();
-    if (guard == 1.0f) break;
+    if (guard == 1.0f) return guard;
   }
-  if (!finite) largest = wave.LargestFinite();
+}
 
-  const int64_t index = head * tiles + tile;
-  float descale;
-  if (args.given != nullptr) {
-    descale = args.given[index];
-  } else {
-    // Rounding keeps the order: the largest of the descales is the descale of
-    // the largest. A descale below the normal range could be flushed to zero.
-    const float of_wave =
-        largest == 0.0f
-            ? 0.0f
-            : Maximum(largest * kInverseFp8Max, kSmallestNormal) / guard;
-    const float of_tile = GroupMaximum(of_wave, lds);
-    descale = UniformFloat(of_tile == 0.0f ? args.zero_descale : of_tile);
-    if (Thread() == 0) args.found[index] = descale;
-  }
+// The tile's descale from the waves' largest finite magnitudes, each times the
+// wave's guard; one thread stores it.
+ZYFA_DEVICE float FindDescale(const QuantizeArgs& args, const Tile& tile,
+                              float largest, float inverse_max, float guard) {
+  __attribute__((shared)) static float lds[kQuantizeWaves];
+  // Rounding keeps the order: the largest of the descales is the descale of the
+  // largest.
+  const float of_wave =
+      largest == 0.0f ? 0.0f : DescaleOf(largest, inverse_max) / guard;
+  const float of_tile = GroupMaximum(of_wave, lds);
+  const float descale =
+      UniformFloat(of_tile == 0.0f ? args.zero_descale : of_tile);
+  if (Thread() == 0) args.found[tile.index] = descale;
+  return descale;
+}
+
+template <class Type, int kSlots, int kChunks, bool kRotates>
+ZYFA_DEVICE void Quantize(const QuantizeArgs& args) {
+  const Tile tile(args);
+  WaveTile<Type, kSlots, kChunks, kRotates> wave(args, tile.first_element,
+                                                 tile.valid_tokens, tile.head);
+  float largest;
+  const auto is_finite = [&] {
+    largest = wave.Largest();
+    return IsFinite(largest);
+  };
+  const bool overflows = Type::kOverflows && (kRotates || args.mean != nullptr);
+  bool finite;
+  const float guard = LoadGuarded(wave, overflows, is_finite, finite);
+  if (!finite) largest = wave.LargestFinite();
+  float descale = args.given != nullptr
+                      ? args.given[tile.index]
+                      : FindDescale(args, tile, largest, kInverseFp8Max, guard);
   if (args.values == nullptr) return;
   descale *= guard;
   if (!finite) wave.Saturate(descale);
   wave.Store(descale);
+}
+
+// To FP8, with a descale given for each channel.
+template <class Type, int kSlots>
+ZYFA_DEVICE void QuantizeChannels(const QuantizeArgs& args) {
+  const Tile tile(args);
+  WaveTile<Type, kSlots, 1, false> wave(args, tile.first_element,
+                                        tile.valid_tokens, tile.head);
+  wave.Load(1.0f);
+  wave.StoreByChannel(
+      {args.given + tile.head * args.head_dim, args.head_dim * 4},
+      {args.nan + tile.token_index, tile.valid_tokens});
+}
+
+// To int8, with a descale found for each token or for the tile. Numbers that
+// are not finite have no part in it. What int8 cannot say of NaN, the descale
+// of a token or a mark does.
+template <class Type, int kSlots, int kChunks, bool kByToken>
+ZYFA_DEVICE void QuantizeInt8(const QuantizeArgs& args) {
+  __attribute__((shared)) static RowsLds<kSlots> lds;
+  const Tile tile(args);
+  WaveTile<Type, kSlots, kChunks, true> wave(args, tile.first_element,
+                                             tile.valid_tokens, tile.head);
+  float of_row[kSlots];
+  const auto is_finite = [&] {
+    wave.LargestOfRows(of_row);
+    float largest = 0.0f;
+    for (const float x : of_row) largest = Maximum(largest, x);
+    return !AnyLane(!IsFinite(largest));
+  };
+  bool finite;
+  const float guard = LoadGuarded(wave, Type::kOverflows, is_finite, finite);
+  if (!finite) wave.LargestFiniteOfRows(of_row);
+  float descale[kSlots];
+  if constexpr (kByToken) {
+    const float unguard = guard == 1.0f ? 1.0f : kGuardAbove;
+    wave.OverRows(of_row, args.head_dim, lds);
+    for (int i = 0; i < kSlots; ++i) {
+      const float largest = __builtin_fabsf(of_row[i]);
+      const bool nan = BitCast<int32_t>(of_row[i]) < 0;
+      descale[i] =
+          largest == 0.0f ? guard : DescaleOf(largest, kInverseInt8Max);
+      of_row[i] = nan ? __builtin_nanf("") : descale[i] * unguard;
+    }
+    wave.StoreOfRows({args.found + tile.token_index, tile.valid_tokens * 4},
+                     of_row);
+  } else {
+    float largest = 0.0f;
+    for (const float x : of_row) {
+      largest = Maximum(largest, __builtin_fabsf(x));
+    }
+    const float of_tile =
+        FindDescale(args, tile, WaveMaximum(largest), kInverseInt8Max, guard);
+    for (float& x : descale) x = of_tile * guard;
+    // For the marks alone, of which a row within the wave has none.
+    if (kChunks == 1 || !finite) wave.OverRows(of_row, args.head_dim, lds);
+    uint8_t nan[kSlots];
+    for (int i = 0; i < kSlots; ++i)
+      nan[i] = BitCast<uint32_t>(of_row[i]) >> 31;
+    wave.StoreOfRows({args.nan + tile.token_index, tile.valid_tokens}, nan);
+  }
+  if (!finite) wave.SaturateInt8(descale);
+  wave.StoreInt8(descale);
+}
+
+// The channels' statistics of a tile. A thread takes the same channels of every
+// `rows`th row; sums are of its rows, from the first to the last, and then of
+// the threads', likewise; of distances from the tile's first number, so that
+// squares of a far mean do not hide those about it.
+template <class Type, int kSteps>
+ZYFA_DEVICE void Measure(const QuantizeArgs& args) {
+  struct Lds {
+    float of_rows[2][rocm::kQuantizeThreads * kChunk];
+    float origins[gpu::kMaxQuantizeDim];
+    bool finite[kQuantizeWaves];
+  };
+  __attribute__((shared)) static Lds lds;
+  const Tile tile(args);
+  const int dim = args.head_dim;
+  const auto row_of = [&](uint32_t part) {
+    return static_cast<int>((part * args.row_inverse) >> gpu::kRowInverseShift);
+  };
+  const int rows = row_of(rocm::kQuantizeThreads);
+  const int row = row_of(Thread());
+  const int channel = Thread() * kChunk - row * dim;
+  const int element = Product24(args.heads * dim, row) + channel;
+  const int step = Product24(args.heads * dim, rows);
+  const int valid = row < rows ? tile.valid_tokens : 0;
+  const Buffer input(
+      static_cast<const char*>(args.x) + tile.first_element * Type::kBytes,
+      ((tile.valid_tokens - 1) * args.heads + 1) * dim * Type::kBytes);
+  typename Type::Raw raw[kSteps];
+  for (int i = 0; i < kSteps; ++i) {
+    raw[i] = input.template Load<typename Type::Raw>((element + i * step) *
+                                                     Type::kBytes);
+  }
+  Chunk origin;
+  Type::Widen(input.template Load<typename Type::Raw>(channel * Type::kBytes),
+              origin);
+  for (F32x2& x : origin) {
+    for (int k = 0; k < 2; ++k) x[k] = IsFinite(x[k]) ? x[k] : 0.0f;
+  }
+  // use(y) for each of the thread's rows.
+  const auto for_rows = [&](const auto& use) {
+    for (int i = 0; i < kSteps; ++i) {
+      if (row + i * rows >= valid) continue;
+      Chunk y;
+      Type::Widen(raw[i], y);
+      use(y);
+    }
+  };
+  // Shows the others what this thread has of its channels.
+  const auto show = [&](int which, const Chunk& x) {
+    if (row >= rows) return;
+    auto* to =
+        reinterpret_cast<F32x4*>(&lds.of_rows[which][row * dim + channel]);
+    to[0] = {x[0][0], x[0][1], x[1][0], x[1][1]};
+    to[1] = {x[2][0], x[2][1], x[3][0], x[3][1]};
+  };
+  // use(channel) by the thread of each channel, once all have shown theirs.
+  const auto for_channels = [&](const auto& use) {
+    GroupBarrier();
+    if (Thread() < dim) use(Thread());
+    GroupBarrier();
+  };
+  const auto shown = [&](int which, int row, int channel) {
+    return lds.of_rows[which][row * dim + channel];
+  };
+  float* const to = args.found + tile.index * gpu::kStatistics * dim;
+
+  Chunk sum = {}, squares = {};
+  for_rows([&](const Chunk& y) {
+    for (int k = 0; k < kPairs; ++k) {
+      const F32x2 distance = y[k] - origin[k];
+      sum[k] += distance;
+      squares[k] = Fma(distance, distance, squares[k]);
+    }
+  });
+  bool finite = true;
+  for (int k = 0; k < kPairs; ++k) {
+    sum[k] *= gpu::kSumScale;
+    finite &= IsFinite(squares[k][0]) && IsFinite(squares[k][1]);
+  }
+  finite = !AnyLane(!finite);
+  if (!finite) {
+    // Of finite numbers alone, which may be so large that a sum needs its scale
+    // from the first.
+    for (int k = 0; k < kPairs; ++k) sum[k] = squares[k] = 0.0f;
+    for_rows([&](const Chunk& y) {
+      for (int k = 0; k < kPairs; ++k) {
+        for (int i = 0; i < 2; ++i) {
+          const bool counts = IsFinite(y[k][i]);
+          const float distance = y[k][i] - origin[k][i];
+          const float scaled =
+              Fma(y[k][i], gpu::kSumScale, -gpu::kSumScale * origin[k][i]);
+          sum[k][i] += counts ? scaled : 0.0f;
+          squares[k][i] += counts ? distance * distance : 0.0f;
+        }
+      }
+    });
+  }
+  if (Thread() % 64 == 0) lds.finite[Thread() / 64] = finite;
+  if (row == 0) {
+    for (int k = 0; k < kChunk; ++k) {
+      lds.origins[channel + k] = origin[k / 2][k % 2];
+    }
+  }
+  GroupBarrier();
+  bool all_finite = true;
+  for (const bool of_wave : lds.finite) all_finite &= of_wave;
+  all_finite = Uniform(all_finite);
+
+  float number = static_cast<float>(tile.valid_tokens);  // of the thread's
+  if (!all_finite) {
+    Chunk count = {};
+    for_rows([&](const Chunk& y) {
+      for (int k = 0; k < kPairs; ++k) {
+        for (int i = 0; i < 2; ++i) {
+          count[k][i] += IsFinite(y[k][i]) ? 1.0f : 0.0f;
+        }
+      }
+    });
+    show(0, count);
+    for_channels([&](int channel) {
+      number = 0.0f;
+      for (int k = 0; k < rows; ++k) number += shown(0, k, channel);
+    });
+  }
+  show(0, sum);
+  show(1, squares);
+  for_channels([&](int channel) {
+    float all = 0.0f, of_squares = 0.0f;
+    for (int k = 0; k < rows; ++k) {
+      all += shown(0, k, channel);
+      of_squares += shown(1, k, channel);
+    }
+    to[channel] = Fma(number * gpu::kSumScale, lds.origins[channel], all);
+    to[dim + channel] = number;
+    // Less what the mean's distance from the origin adds.
+    constexpr float kScaled = 1.0f / (gpu::kSumScale * gpu::kSumScale);
+    const float excess = number == 0.0f ? 0.0f : all / number * all * kScaled;
+    const float about_mean = Maximum(of_squares - excess, 0.0f);
+    to[4 * dim + channel] = IsFinite(of_squares) ? about_mean : of_squares;
+  });
+  Chunk high, low;
+  for (int k = 0; k < kPairs; ++k) {
+    high[k] = -__builtin_inff();
+    low[k] = __builtin_inff();
+  }
+  for_rows([&](const Chunk& y) {
+    for (int k = 0; k < kPairs; ++k) {
+      for (int i = 0; i < 2; ++i) {
+        const bool counts = finite || IsFinite(y[k][i]);
+        high[k][i] = counts ? Maximum(high[k][i], y[k][i]) : high[k][i];
+        low[k][i] = counts ? Minimum(low[k][i], y[k][i]) : low[k][i];
+      }
+    }
+  });
+  show(0, high);
+  show(1, low);
+  for_channels([&](int channel) {
+    float largest = shown(0, 0, channel), smallest = shown(1, 0, channel);
+    for (int k = 1; k < rows; ++k) {
+      largest = Maximum(largest, shown(0, k, channel));
+      smallest = Minimum(smallest, shown(1, k, channel));
+    }
+    to[2 * dim + channel] = largest;
+    to[3 * dim + channel] = smallest;
+  });
 }
 
 }  // namespace zyfa::gfx950
