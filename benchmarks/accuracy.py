@@ -26,6 +26,7 @@ from rich.table import Table
 import zyfa_jax
 from zyfa_jax import _gradient, reference
 from zyfa_jax._attention import canonical
+from zyfa_jax.flax import _fold
 
 from . import families, plot, report
 from .shapes import DEEPSEEK_V2_LITE, MISTRAL_7B
@@ -115,6 +116,14 @@ class Case:
 
 TOGETHER: dict[Any, str] = {"fp8": "quantize_qkv, FP8", "int8": "quantize_qkv, INT8"}
 """Its precisions -> their names."""
+FOLDED = {
+    "INT8, rotated by weights": False,
+    "INT8, rotated and balanced by weights": True,
+}
+"""As `quantize_qkv` does on layers that `fold_rotation` changed, if nothing lay between
+projections and attention. Whether channels are balanced, by a case's first tokens."""
+SAMPLE = 4
+"""Of how many tokens one is among those."""
 
 Errors = dict[str, np.ndarray]
 """A row of the table -> its error in each of ROWS."""
@@ -222,12 +231,23 @@ def option_errors(case: Case) -> dict[str, float]:
     }
     for precision, name in TOGETHER.items():
         quantized[name] = zyfa_jax.quantize_qkv(*inputs, precision=precision)
+    for name, balanced in FOLDED.items():
+        q, k = _folded(case.q, case.k, balanced)
+        quantized[name] = zyfa_jax.quantize_qkv(q, k, case.v, rotated=True)
     errors = {}
     for name, rounded in quantized.items():
         rounded = (x.detach() for x in rounded)
         out = _fp8_kernel(*rounded, quadratic=None, **case.options)
         errors[name] = float(_errors(out, exact)[0])
     return errors
+
+
+def _folded(q: Any, k: Any, balanced: bool) -> tuple[jax.Array, jax.Array]:
+    sample = slice(-(-len(q) // SAMPLE))
+    of_q, of_k = _fold.exponents(q[sample], k[sample], None)
+    if not balanced:
+        of_q = of_k = None
+    return _fold.fold(q, None, of_q), _fold.fold(k, None, of_k)
 
 
 def add_bar(errors: dict[str, Errors], qk_dim: int, tokens: int) -> None:

@@ -136,6 +136,7 @@ def quantize_qkv(
     v: Unquantized,
     *,
     precision: Literal["int8", "fp8"] = "int8",
+    rotated: bool = False,
 ) -> tuple[Quantized, Quantized, Quantized]:
     """Rounds q, k and v to 8 bits so that attention over them errs least.
 
@@ -164,6 +165,10 @@ def quantize_qkv(
         keys; v in float8_e4m3fn with a descale for each of its channels. "fp8":
         float8_e4m3fn with one descale for all tokens of a head, v likewise, which
         every kernel takes.
+      rotated: whether q and k come rotated, and balanced if they are to be, from
+        weights that were changed so (`fold_rotation` in `zyfa_jax.flax.linen` and
+        `zyfa_jax.flax.nnx`). They are then centred and rounded alone. Any orthogonal
+        matrix will do: nothing undoes it.
 
     Returns:
       q, k and v for `attention`, which takes them together alone.
@@ -176,33 +181,41 @@ def quantize_qkv(
             f"quantize_qkv takes precision {' or '.join(map(repr, _PRECISIONS))}, not "
             f"{precision!r}"
         )
+    _check_flags("quantize_qkv", rotated=rotated)
     for x in (q, k, v):
         _check(x, "head", 0, "quantize_qkv")
     _spec.check_operands([x.shape for x in (q, k, v)], [x.dtype for x in (q, k, v)])
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
-    q8, k8, v8 = _quantize_qkv(q, k, v, int8=precision == "int8")
+    int8, rotated = precision == "int8", bool(rotated)
+    q8, k8, v8 = _quantize_qkv(q, k, v, int8=int8, rotated=rotated)
+    if rotated:
+        q8 = dataclasses.replace(q8, source=q)
     return q8, k8, dataclasses.replace(v8, source=v)
 
 
-@functools.partial(jax.jit, static_argnames="int8")
+@functools.partial(jax.jit, static_argnames=("int8", "rotated"))
 def _quantize_qkv(
-    q: Array, k: Array, v: Array, *, int8: bool
+    q: Array, k: Array, v: Array, *, int8: bool, rotated: bool
 ) -> tuple[Quantized, Quantized, Quantized]:
-    """The source of v is None, for v itself."""
+    """The source of v is None, for v itself; so is that of q if it comes rotated."""
     if q.ndim == 3:
-        z = _quantize_qkv(q[None], k[None], v[None], int8=int8)
+        z = _quantize_qkv(q[None], k[None], v[None], int8=int8, rotated=rotated)
         return jax.tree.map(lambda leaf: leaf[0], z)
-    balanced_q, balanced_k = _compat.automatic_axes(_balanced, (q, k))(q, k)
+    rotate = not rotated
+    if rotated:
+        balanced_q, balanced_k = q, k
+    else:
+        balanced_q, balanced_k = _compat.automatic_axes(_balanced, (q, k))(q, k)
     head = primitive.Rounding("head", 0, center=False, rotate=False)
     if not int8:
-        rotated = dataclasses.replace(head, rotate=True)
-        q8 = _quantize(balanced_q, rounding=rotated)
-        centred = dataclasses.replace(rotated, center=True)
+        of_q = dataclasses.replace(head, rotate=rotate)
+        q8 = _quantize(balanced_q, rounding=of_q)
+        centred = dataclasses.replace(of_q, center=True)
         k8 = _quantize(balanced_k, rounding=centred)
         v8 = _quantize(v, rounding=head)
     else:
         of_int8 = functools.partial(
-            primitive.Rounding, "block", rotate=True, dtype=primitive.INT8
+            primitive.Rounding, "block", rotate=rotate, dtype=primitive.INT8
         )
         q8 = _quantize(balanced_q, rounding=of_int8(block=1, center=False))
         k8 = _quantize(balanced_k, rounding=of_int8(block=_BLOCK_UNIT, center=True))
@@ -213,18 +226,20 @@ def _quantize_qkv(
         by_channel = dataclasses.replace(head, granularity="channel")
         v = jnp.where(nan, jnp.asarray(np.nan, v.dtype), v)
         v8 = _quantize(v, rounding=by_channel)
-    q8, k8 = (dataclasses.replace(x, balanced=True) for x in (q8, k8))
+    q8, k8 = (
+        dataclasses.replace(x, rotated=True, balanced=not rotated) for x in (q8, k8)
+    )
     return q8, k8, v8
 
 
 def _balanced(q: Array, k: Array) -> tuple[Array, Array]:
     """q and k with their channels weighted against each other."""
-    exponent = _balance(*lax.stop_gradient((q, k)))
+    exponent = balance(*lax.stop_gradient((q, k)))
     of_q = jnp.repeat(exponent, q.shape[2] // k.shape[2], axis=2)
     return _times(q, of_q), _times(k, -exponent)
 
 
-def _balance(q: Array, k: Array) -> Array:
+def balance(q: Array, k: Array) -> Array:
     """The exponent by which each channel of k is too large: int32 (B, 1, K, D).
 
     Relative to a head's other channels, so that padding with the mean changes nothing.
@@ -268,7 +283,7 @@ def quantize_by(
 ) -> Quantized:
     """`quantize` by the kernel of a platform; None leaves it to the platform."""
     _check(x, granularity, block)
-    _check_flags(center=center, rotate=rotate)
+    _check_flags("quantize", center=center, rotate=rotate)
     x = jnp.asarray(x)
     rounding = primitive.Rounding(
         granularity,
@@ -354,7 +369,7 @@ def _check(x: Any, granularity: Any, block: Any, name: str = "quantize") -> None
         )
 
 
-def _check_flags(**flags: Any) -> None:
+def _check_flags(function: str, **flags: Any) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, bool | np.bool_):
-            raise ValueError(f"quantize takes {name}=True or False, got {flag!r}")
+            raise ValueError(f"{function} takes {name}=True or False, got {flag!r}")

@@ -11,6 +11,7 @@ import numpy as np
 
 from .. import _attention
 from .._quantize import quantize, quantize_qkv
+from .._quantize_primitive import rotated as hadamard
 from . import rope
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def attend(
     v: Float[Array, "*b s k e"],
     *,
     precision: Precision,
+    rotated: bool = False,
     lengths: Int[Array, "*b"] | None = None,
     kv_length: Int[Array, ""] | None = None,
     attention: Callable[..., Any] | None = None,
@@ -100,11 +102,11 @@ def attend(
     """`zyfa_jax.attention` over any number of batch axes, its output in q's dtype.
 
     With precision="fp8", q, k and v are quantized per head, k centred over tokens; with
-    "int8", by `zyfa_jax.quantize_qkv`. Gradients pass straight through the rounding.
-    `lengths` is the number of tokens of each batch element; later ones are not seen and
-    give zeros. `kv_length` is how many of the keys of a cache, in any dtype, there are
-    yet; the queries are the last of them. `attention` is called in place of
-    `zyfa_jax.attention`.
+    "int8", by `zyfa_jax.quantize_qkv`, which is told if q and k are `rotated`.
+    Gradients pass straight through the rounding. `lengths` is the number of tokens of
+    each batch element; later ones are not seen and give zeros. `kv_length` is how many
+    of the keys of a cache, in any dtype, there are yet; the queries are the last of
+    them. `attention` is called in place of `zyfa_jax.attention`.
     """
     check_precision(precision)
     batch = q.shape[:-3]
@@ -128,7 +130,7 @@ def attend(
         if kv_length is not None:
             k = _filled_up(k, kv_length)
         if precision == "int8":
-            operands = [*quantize_qkv(q, k, v)]
+            operands = [*quantize_qkv(q, k, v, rotated=rotated)]
         else:
             operands = [quantize(q), quantize(k, center=True), quantize(v)]
     attention = attention or _attention.attention
@@ -146,16 +148,26 @@ def _filled_up(
     return jnp.where(there, k, mean.astype(k.dtype))
 
 
-def latent_queries(
-    q: Float[Array, "*b t h d"],
-    qk_nope_head_dim: int,
-    positions: Int[Array, "*b t"] | None,
+def latent_rotary(
+    x: Float[Array, "*b s h r"],
+    positions: Int[Array, "*b s"] | None,
     theta: float,
     scaling: rope.RopeScaling | None,
+    rotated: bool,
+) -> Float[Array, "*b s h r"]:
+    """`rotary` for the channels that latent attention rotates by position; with
+    `rotated`, then by a Hadamard matrix, as weights rotate the others."""
+    x = rotary(x, positions, theta, scaling)
+    return hadamard(x.astype(jnp.float32)).astype(x.dtype) if rotated else x
+
+
+def latent_queries(
+    q: Float[Array, "*b t h d"], qk_nope_head_dim: int, *rope: Any
 ) -> Float[Array, "*b t h d"]:
-    """Queries of latent attention: the last channels of each head are rotated."""
+    """Queries of latent attention: the last channels of each head are rotated; `rope`
+    are the other arguments of `latent_rotary`."""
     q_nope, q_rope = jnp.split(q, [qk_nope_head_dim], axis=-1)
-    return jnp.concatenate([q_nope, rotary(q_rope, positions, theta, scaling)], axis=-1)
+    return jnp.concatenate([q_nope, latent_rotary(q_rope, *rope)], axis=-1)
 
 
 def latent_keys_values(
