@@ -365,11 +365,14 @@ def _check(x: Any, granularity: Any, block: Any, name: str = "quantize") -> None
     integer = isinstance(block, (int, np.integer)) and not isinstance(block, bool)
     if not integer or block <= 0 or block % _BLOCK_UNIT:
         raise ValueError(
-            f"block must be a positive multiple of {_BLOCK_UNIT} tokens, got {block!r}"
+            f"block must be a positive multiple of {_BLOCK_UNIT} tokens, got "
+            f"{_spec.static(block)}"
         )
 
 
 def _check_flags(function: str, **flags: Any) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, bool | np.bool_):
-            raise ValueError(f"{function} takes {name}=True or False, got {flag!r}")
+            raise ValueError(
+                f"{function} takes {name}=True or False, got {_spec.static(flag)}"
+            )
