@@ -264,9 +264,9 @@ def test_what_lies_between_is_refused(api, kind, options, message):
 
 
 def test_other_layers_are_refused():
-    with pytest.raises(ValueError, match=r"takes a GroupedQuery.*, not Dense"):
+    with pytest.raises(ValueError, match=r"takes one of GroupedQuery.*, not Dense"):
         zyfa_linen.fold_rotation(nn.Dense(3), {"params": {}})
-    with pytest.raises(ValueError, match=r"takes a GroupedQuery.*, not Linear"):
+    with pytest.raises(ValueError, match=r"takes one of GroupedQuery.*, not Linear"):
         zyfa_nnx.fold_rotation(nnx.Linear(3, 3, rngs=nnx.Rngs(0)))
     layer = zyfa_linen.GroupedQueryAttention(**GROUPED)
     with pytest.raises(ValueError, match=r"of the layer itself, .* got \['layer_0'\]"):

@@ -13,7 +13,7 @@ from .._quantize_primitive import rotated
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
-REASONS = {
+_REASONS = {
     "rope_theta": "rotary embeddings mix channels as well, otherwise at each position",
     "qk_norm": "the norm has a gain for each channel as it was",
     "normalize_qk": "the norm has a gain for each channel as it was",
@@ -30,15 +30,28 @@ class Projections:
     channels: int | None = None
 
 
-def check_between(name: str, **between: Any) -> None:
-    """Raises if something lies between a layer's projections and attention."""
-    for option, value in between.items():
+def projections(layer: Any, grouped: type, latent: type, flax: type) -> Projections:
+    """Those of a layer, of one of these classes.
+
+    Raises:
+      ValueError: for another, or if something lies between them and attention.
+    """
+    name = type(layer).__name__
+    if isinstance(layer, latent):
+        query = "query" if layer.q_lora_rank is None else "query_up"
+        return Projections(query, "kv_up", layer.qk_nope_head_dim)
+    if not isinstance(layer, grouped | flax):
+        names = [x.__name__ for x in (grouped, latent, flax)]
+        raise ValueError(f"fold_rotation takes one of {', '.join(names)}, not {name}")
+    for option, reason in _REASONS.items():
+        value = getattr(layer, option, None)
         if value is not None and value is not False:
             raise ValueError(
                 "a rotation in the weights takes a layer with nothing between its "
                 f"projections and attention, not {name} with {option}={value!r}: "
-                f"{REASONS[option]}. Leave rotated=False; quantize_qkv rotates after it"
+                f"{reason}. Leave rotated=False; quantize_qkv rotates after it"
             )
+    return Projections("query", "key")
 
 
 class Recorder:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +21,45 @@ if TYPE_CHECKING:
 
 Precision = Literal["int8", "fp8"] | None
 Window = int | tuple[int | None, int | None] | None
+
+
+class AttentionOptions(Protocol):
+    """What layers of both APIs hold alike; their docstrings say what it is."""
+
+    @property
+    def rope_scaling(self) -> rope.RopeScaling | None: ...
+    @property
+    def scale(self) -> float | None: ...
+    @property
+    def precision(self) -> Precision: ...
+    @property
+    def implementation(self) -> Any: ...
+    @property
+    def attention(self) -> Callable[..., Any] | None: ...
+    @property
+    def rotated(self) -> bool: ...
+
+
+class GroupedOptions(AttentionOptions, Protocol):
+    """Of GroupedQueryAttention."""
+
+    @property
+    def rope_theta(self) -> float | None: ...
+    @property
+    def causal(self) -> bool: ...
+    @property
+    def window(self) -> Window: ...
+
+
+class LatentOptions(AttentionOptions, Protocol):
+    """Of MultiHeadLatentAttention."""
+
+    @property
+    def rope_theta(self) -> float: ...
+    @property
+    def kv_lora_rank(self) -> int: ...
+    @property
+    def qk_nope_head_dim(self) -> int: ...
 
 
 def check_precision(precision: Any) -> None:
@@ -148,38 +187,89 @@ def _filled_up(
     return jnp.where(there, k, mean.astype(k.dtype))
 
 
-def latent_rotary(
-    x: Float[Array, "*b s h r"],
-    positions: Int[Array, "*b s"] | None,
-    theta: float,
-    scaling: rope.RopeScaling | None,
-    rotated: bool,
-) -> Float[Array, "*b s h r"]:
-    """`rotary` for the channels that latent attention rotates by position; with
-    `rotated`, then by a Hadamard matrix, as weights rotate the others."""
-    x = rotary(x, positions, theta, scaling)
-    return hadamard(x.astype(jnp.float32)).astype(x.dtype) if rotated else x
+def grouped_attention(
+    layer: GroupedOptions,
+    q: Float[Array, "*b t h d"],
+    k: Float[Array, "*b t k d"],
+    v: Float[Array, "*b t k d"],
+    *,
+    positions: Int[Array, "*b t"] | None,
+    lengths: Int[Array, "*b"] | None,
+    cache: KeyValueCache | None,
+) -> tuple[Float[Array, "*b t h d"], KeyValueCache | None]:
+    """What GroupedQueryAttention makes of its projections, and the cache after it."""
+    positions = token_positions(positions, q.shape[-3], lengths, cache)
+    if layer.rope_theta is not None:
+        q = rotary(q, positions, layer.rope_theta, layer.rope_scaling)
+        k = rotary(k, positions, layer.rope_theta, layer.rope_scaling)
+    if cache is not None:
+        cache = cache.append(k, v)
+        k, v = cache.keys, cache.values
+    options = {"causal": layer.causal, "window": layer.window}
+    return _attend(layer, q, k, v, lengths, cache, **options), cache
 
 
-def latent_queries(
-    q: Float[Array, "*b t h d"], qk_nope_head_dim: int, *rope: Any
-) -> Float[Array, "*b t h d"]:
-    """Queries of latent attention: the last channels of each head are rotated; `rope`
-    are the other arguments of `latent_rotary`."""
-    q_nope, q_rope = jnp.split(q, [qk_nope_head_dim], axis=-1)
-    return jnp.concatenate([q_nope, latent_rotary(q_rope, *rope)], axis=-1)
+def latent_attention(
+    layer: LatentOptions,
+    q: Float[Array, "*b t h d"],
+    kv_down: Float[Array, "*b t c"],
+    kv_norm: Callable[[Array], Array],
+    kv_up: Callable[[Array], Array],
+    *,
+    positions: Int[Array, "*b t"] | None,
+    lengths: Int[Array, "*b"] | None,
+    cache: KeyValueCache | None,
+) -> tuple[Float[Array, "*b t h v"], KeyValueCache | None]:
+    """What MultiHeadLatentAttention makes of its projections, and the cache after it.
 
+    `kv_down` holds the latent vectors of keys and values, then the key channels that
+    are rotated by position and shared by all heads. `kv_up` makes each head's key
+    channels without that rotation of the normalised latent vectors, then its value.
+    """
+    positions = token_positions(positions, q.shape[-3], lengths, cache)
+    nope, turned = layer.qk_nope_head_dim, layer.rotated and layer.precision == "int8"
 
-def latent_keys_values(
-    kv: Float[Array, "*b s h e"],
-    k_rope: Float[Array, "*b s one r"],
-    qk_nope_head_dim: int,
-) -> tuple[Float[Array, "*b s h d"], Float[Array, "*b s h v"]]:
-    """k and v of latent attention: `kv` holds each head's key channels without
-    rotation, then its value; the rotated ones are the same for all heads."""
-    k_nope, v = jnp.split(kv, [qk_nope_head_dim], axis=-1)
+    def rotate(x: Array) -> Array:
+        x = rotary(x, positions, layer.rope_theta, layer.rope_scaling)
+        # Weights cannot rotate these by the Hadamard matrix.
+        return hadamard(x.astype(jnp.float32)).astype(x.dtype) if turned else x
+
+    q_nope, q_rope = jnp.split(q, [nope], axis=-1)
+    q = jnp.concatenate([q_nope, rotate(q_rope)], axis=-1)
+    latent, k_rope = jnp.split(kv_down, [layer.kv_lora_rank], axis=-1)
+    k_rope = rotate(k_rope[..., None, :])
+    latent = kv_norm(latent)[..., None, :]
+    if cache is not None:
+        cache = cache.append(k_rope, latent)
+        k_rope, latent = cache.keys, cache.values
+    k_nope, v = jnp.split(kv_up(latent[..., 0, :]), [nope], axis=-1)
     k_rope = jnp.broadcast_to(k_rope, (*k_nope.shape[:-1], k_rope.shape[-1]))
-    return jnp.concatenate([k_nope, k_rope], axis=-1), v
+    k = jnp.concatenate([k_nope, k_rope], axis=-1)
+    return _attend(layer, q, k, v, lengths, cache), cache
+
+
+def _attend(
+    layer: AttentionOptions,
+    q: Float[Array, "*b t h d"],
+    k: Float[Array, "*b s k d"],
+    v: Float[Array, "*b s k e"],
+    lengths: Int[Array, "*b"] | None,
+    cache: KeyValueCache | None,
+    **options: Any,
+) -> Float[Array, "*b t h e"]:
+    return attend(
+        q,
+        k,
+        v,
+        precision=layer.precision,
+        rotated=layer.rotated,
+        lengths=lengths,
+        kv_length=None if cache is None else cache.length,
+        scale=layer.scale,
+        implementation=layer.implementation,
+        attention=layer.attention,
+        **options,
+    )
 
 
 def token_positions(

@@ -225,9 +225,6 @@ class GroupedQueryAttention(nn.Module):
         head_dim = self.head_dim or _functional.default_head_dim(
             features, self.num_heads
         )
-        positions = _functional.token_positions(
-            positions, inputs.shape[-2], lengths, cache
-        )
         dense = functools.partial(
             nn.DenseGeneral,
             use_bias=self.use_bias,
@@ -248,25 +245,8 @@ class GroupedQueryAttention(nn.Module):
             )
             q = norm(name="query_norm")(q)
             k = norm(name="key_norm")(k)
-        if self.rope_theta is not None:
-            q = _functional.rotary(q, positions, self.rope_theta, self.rope_scaling)
-            k = _functional.rotary(k, positions, self.rope_theta, self.rope_scaling)
-        if cache is not None:
-            cache = cache.append(k, v)
-            k, v = cache.keys, cache.values
-        x = _functional.attend(
-            q,
-            k,
-            v,
-            precision=self.precision,
-            rotated=self.rotated,
-            lengths=lengths,
-            kv_length=None if cache is None else cache.length,
-            causal=self.causal,
-            window=self.window,
-            scale=self.scale,
-            implementation=self.implementation,
-            attention=self.attention,
+        x, cache = _functional.grouped_attention(
+            self, q, k, v, positions=positions, lengths=lengths, cache=cache
         )
         x = dense(self.out_features or features, axis=(-2, -1), name="out")(x)
         return x if cache is None else (x, cache)
@@ -362,9 +342,6 @@ class MultiHeadLatentAttention(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> Any:
         """Applies attention to `inputs`; arguments as in `GroupedQueryAttention`."""
-        positions = _functional.token_positions(
-            positions, inputs.shape[-2], lengths, cache
-        )
         dense = functools.partial(
             nn.DenseGeneral,
             use_bias=False,
@@ -385,29 +362,16 @@ class MultiHeadLatentAttention(nn.Module):
             latent = dense(self.q_lora_rank, name="query_down")(inputs)
             q = dense(q_heads, name="query_up")(norm(name="query_norm")(latent))
         down = dense(self.kv_lora_rank + self.qk_rope_head_dim, name="kv_down")(inputs)
-        latent, k_rope = jnp.split(down, [self.kv_lora_rank], axis=-1)
-        rotated = self.rotated and self.precision == "int8"
-        rope = positions, self.rope_theta, self.rope_scaling, rotated
-        q = _functional.latent_queries(q, self.qk_nope_head_dim, *rope)
-        k_rope = _functional.latent_rotary(k_rope[..., None, :], *rope)
-        latent = norm(name="kv_norm")(latent)[..., None, :]
-        if cache is not None:
-            cache = cache.append(k_rope, latent)
-            k_rope, latent = cache.keys, cache.values
         kv_heads = (self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
-        kv = dense(kv_heads, name="kv_up")(latent[..., 0, :])
-        k, v = _functional.latent_keys_values(kv, k_rope, self.qk_nope_head_dim)
-        x = _functional.attend(
+        x, cache = _functional.latent_attention(
+            self,
             q,
-            k,
-            v,
-            precision=self.precision,
-            rotated=self.rotated,
+            down,
+            norm(name="kv_norm"),
+            dense(kv_heads, name="kv_up"),
+            positions=positions,
             lengths=lengths,
-            kv_length=None if cache is None else cache.length,
-            scale=self.scale,
-            implementation=self.implementation,
-            attention=self.attention,
+            cache=cache,
         )
         features = self.out_features or inputs.shape[-1]
         x = dense(features, axis=(-2, -1), name="out")(x)
@@ -466,19 +430,10 @@ def fold_rotation(
     return {**variables, "params": {**params, **folded}}
 
 
-def _projections(layer: nn.Module) -> _fold.Projections:
-    name = type(layer).__name__
-    if isinstance(layer, MultiHeadLatentAttention):
-        query = "query" if layer.q_lora_rank is None else "query_up"
-        return _fold.Projections(query, "kv_up", layer.qk_nope_head_dim)
-    if isinstance(layer, GroupedQueryAttention):
-        between = {"rope_theta": layer.rope_theta, "qk_norm": layer.qk_norm}
-    elif isinstance(layer, nn.MultiHeadDotProductAttention):
-        between = {"normalize_qk": layer.normalize_qk}
-    else:
-        raise ValueError(
-            "fold_rotation takes a GroupedQueryAttention, MultiHeadLatentAttention or "
-            f"flax.linen.MultiHeadDotProductAttention, not {name}"
-        )
-    _fold.check_between(name, **between)
-    return _fold.Projections("query", "key")
+def _projections(layer: Any) -> _fold.Projections:
+    return _fold.projections(
+        layer,
+        GroupedQueryAttention,
+        MultiHeadLatentAttention,
+        nn.MultiHeadDotProductAttention,
+    )

@@ -204,6 +204,7 @@ class GroupedQueryAttention(nnx.Module):
             )
             self.query_norm = norm(head_dim)
             self.key_norm = norm(head_dim)
+        self.qk_norm = qk_norm
         self.rope_theta = rope_theta
         self.rope_scaling = rope_scaling
         self.causal = causal
@@ -263,31 +264,11 @@ class GroupedQueryAttention(nnx.Module):
         Raises:
           ValueError: for dims or arguments that do not go together.
         """
-        positions = _functional.token_positions(
-            positions, inputs.shape[-2], lengths, cache
-        )
         q, k, v = self.query(inputs), self.key(inputs), self.value(inputs)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        if self.rope_theta is not None:
-            q = _functional.rotary(q, positions, self.rope_theta, self.rope_scaling)
-            k = _functional.rotary(k, positions, self.rope_theta, self.rope_scaling)
-        if cache is not None:
-            cache = cache.append(k, v)
-            k, v = cache.keys, cache.values
-        x = _functional.attend(
-            q,
-            k,
-            v,
-            precision=self.precision,
-            rotated=self.rotated,
-            lengths=lengths,
-            kv_length=None if cache is None else cache.length,
-            causal=self.causal,
-            window=self.window,
-            scale=self.scale,
-            implementation=self.implementation,
-            attention=self.attention,
+        x, cache = _functional.grouped_attention(
+            self, q, k, v, positions=positions, lengths=lengths, cache=cache
         )
         x = self.out(x)
         return x if cache is None else (x, cache)
@@ -429,35 +410,19 @@ class MultiHeadLatentAttention(nnx.Module):
         cache: KeyValueCache | None = None,
     ) -> Any:
         """Applies attention to `inputs`; arguments as in `GroupedQueryAttention`."""
-        positions = _functional.token_positions(
-            positions, inputs.shape[-2], lengths, cache
-        )
         if self.q_lora_rank is None:
             q = self.query(inputs)
         else:
             q = self.query_up(self.query_norm(self.query_down(inputs)))
-        latent, k_rope = jnp.split(self.kv_down(inputs), [self.kv_lora_rank], axis=-1)
-        rotated = self.rotated and self.precision == "int8"
-        rope = positions, self.rope_theta, self.rope_scaling, rotated
-        q = _functional.latent_queries(q, self.qk_nope_head_dim, *rope)
-        k_rope = _functional.latent_rotary(k_rope[..., None, :], *rope)
-        latent = self.kv_norm(latent)[..., None, :]
-        if cache is not None:
-            cache = cache.append(k_rope, latent)
-            k_rope, latent = cache.keys, cache.values
-        kv = self.kv_up(latent[..., 0, :])
-        k, v = _functional.latent_keys_values(kv, k_rope, self.qk_nope_head_dim)
-        x = _functional.attend(
+        x, cache = _functional.latent_attention(
+            self,
             q,
-            k,
-            v,
-            precision=self.precision,
-            rotated=self.rotated,
+            self.kv_down(inputs),
+            self.kv_norm,
+            self.kv_up,
+            positions=positions,
             lengths=lengths,
-            kv_length=None if cache is None else cache.length,
-            scale=self.scale,
-            implementation=self.implementation,
-            attention=self.attention,
+            cache=cache,
         )
         x = self.out(x)
         return x if cache is None else (x, cache)
@@ -515,20 +480,7 @@ def fold_rotation(layer: Layer, *sample: Any) -> Layer:
     return folded
 
 
-def _projections(layer: nnx.Module) -> _fold.Projections:
-    name = type(layer).__name__
-    if isinstance(layer, MultiHeadLatentAttention):
-        query = "query" if layer.q_lora_rank is None else "query_up"
-        return _fold.Projections(query, "kv_up", layer.qk_nope_head_dim)
-    if isinstance(layer, GroupedQueryAttention):
-        qk_norm = layer.query_norm is not None
-        between = {"rope_theta": layer.rope_theta, "qk_norm": qk_norm}
-    elif isinstance(layer, nnx.MultiHeadAttention):
-        between = {"normalize_qk": layer.normalize_qk}
-    else:
-        raise ValueError(
-            "fold_rotation takes a GroupedQueryAttention, MultiHeadLatentAttention or "
-            f"flax.nnx.MultiHeadAttention, not {name}"
-        )
-    _fold.check_between(name, **between)
-    return _fold.Projections("query", "key")
+def _projections(layer: Any) -> _fold.Projections:
+    return _fold.projections(
+        layer, GroupedQueryAttention, MultiHeadLatentAttention, nnx.MultiHeadAttention
+    )
