@@ -1,4 +1,4 @@
-"""Error of FP8 attention against float64, on made-up and on saved inputs.
+"""Error of FP8 and INT8 attention against float64, on made-up and on saved inputs.
 
 Errors are norm(out - reference) / norm(reference), the mean over seeds, causal, with
 float32 output. Kernel errors compare with float64 attention over the same FP8 inputs,
@@ -124,6 +124,14 @@ FOLDED = {
 projections and attention. Whether channels are balanced, by a case's first tokens."""
 SAMPLE = 4
 """Of how many tokens one is among those."""
+PICTURED_OPTIONS = (
+    *TOGETHER.values(),
+    *FOLDED,
+    "tensor",
+    "head, k centred",
+    "head, centred, rotated",
+    "block, k centred",
+)
 
 Errors = dict[str, np.ndarray]
 """A row of the table -> its error in each of ROWS."""
@@ -195,7 +203,9 @@ def run(args: argparse.Namespace) -> int:
     if args.picture is not None:
         panels = _panels(kernels, title, options)
         device = jax.devices()[0].device_kind
-        plot.save(args.picture, f"Error of FP8 attention, {device}", panels, NOTE)
+        plot.save(
+            args.picture, f"Error of FP8 and INT8 attention, {device}", panels, NOTE
+        )
     return 1 if failures else 0
 
 
@@ -411,7 +421,11 @@ def _panels(
         for i, where in enumerate(ROWS)
     ]
     by_options = f"By options of quantize, {title}"
-    return [*panels, plot.Groups(by_options, "end-to-end error", options)]
+    pictured = {
+        name: {row: errors[row] for row in PICTURED_OPTIONS}
+        for name, errors in options.items()
+    }
+    return [*panels, plot.Groups(by_options, "end-to-end error", pictured)]
 
 
 def _table(title: str, columns) -> Table:
