@@ -218,8 +218,8 @@ def _run_quantize(
     copy = quantize.copy_gb_per_second(wall_seconds, copied)
     results = []
     for case in cases:
-        for name, options in quantize.OPTIONS.items():
-            calls = quantize.prepare(case, options)
+        for name in quantize.ROWS:
+            calls = quantize.prepare(case, name)
             seconds = interleaved_medians(calls, repeats, timer, lambda: None)
             results.append(quantize.Result(case, name, **seconds))
     console.print(quantize.table(results, copy))

@@ -1,8 +1,9 @@
 """Speed of `quantize` on an NVIDIA GPU beside plain JAX, and of the memory itself.
 
 The kernels read their input once with a descale for each 128 tokens, else twice, and
-write FP8 once: these bytes count. Inputs below the size of the L2 cache may come from
-there, as may a part of the second reading.
+write FP8 once: these bytes count. `quantize_qkv` reads twice in int8; in FP8 it reads q
+and k a third time, since one descale for a head must be known before it rounds. Inputs
+below the size of the L2 cache may come from there, as may a part of what is read again.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from rich.table import Table
 
-from zyfa_jax import _quantize_primitive as primitive
-from zyfa_jax import quantize
+from zyfa_jax import _quantize_numerics as numerics
+from zyfa_jax import quantize, quantize_qkv
 
 from .calls import Call
 
@@ -29,11 +30,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "head, rotated": {"rotate": True},
     "block, rotated": {"granularity": "block", "rotate": True},
 }
+TOGETHER: dict[str, Any] = {"q, k, v in int8": "int8", "q, k, v in FP8": "fp8"}
+"""Rows of `quantize_qkv`, by its precision."""
+ROWS = (*OPTIONS, *TOGETHER)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is quantized: bfloat16 (1, tokens, heads, dim)."""
+    """What is quantized: bfloat16 (1, tokens, heads, dim); k and v of fewer heads."""
 
     tokens: int
     heads: int
@@ -44,9 +48,15 @@ class Case:
         return 1, self.tokens, self.heads, self.dim
 
     @property
-    def least_bytes(self) -> int:
-        """Of a single pass: every element read once and written once."""
-        return 3 * math.prod(self.shape)
+    def kv_shape(self) -> tuple[int, ...]:
+        return 1, self.tokens, max(self.heads // 4, 1), self.dim
+
+    def moved_bytes(self, row: str) -> int:
+        """What the kernels of a row read and write of x, or of q, k and v."""
+        x, kv = math.prod(self.shape), math.prod(self.kv_shape)
+        if row in OPTIONS:
+            return x * (3 if "block" in row else 5)
+        return 5 * (x + 2 * kv) + (2 * (x + kv) if TOGETHER[row] == "fp8" else 0)
 
 
 CASES = (
@@ -69,29 +79,38 @@ class Result:
     negation: float
 
     @property
-    def moved_bytes(self) -> int:
-        """What the kernels read and write of x and its values."""
-        once = "block" in self.options
-        return self.case.least_bytes * (3 if once else 5) // 3
-
-    @property
     def gb_per_second(self) -> float:
-        return self.moved_bytes / self.kernel / 1e9
+        return self.case.moved_bytes(self.options) / self.kernel / 1e9
 
     def as_json(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "gb_per_second": self.gb_per_second}
 
 
-def prepare(case: Case, options: dict[str, Any]) -> dict[str, Call]:
+def prepare(case: Case, row: str) -> dict[str, Call]:
     """The calls to time, on one input."""
-    x = jax.random.normal(jax.random.key(0), case.shape, jnp.bfloat16)
-    y = jnp.ones(case.least_bytes // 8)
-    kernel = jax.jit(lambda x: quantize(x, **options).detach())
-    plain = jax.jit(functools.partial(_plainly, **options))
+    if row in OPTIONS:
+        options = OPTIONS[row]
+        shapes = [case.shape]
+        kernel = jax.jit(lambda x: quantize(x, **options).detach())
+        plain = jax.jit(functools.partial(_plainly, **options))
+    else:
+        precision = TOGETHER[row]
+        shapes = [case.shape, case.kv_shape, case.kv_shape]
+        kernel = jax.jit(
+            lambda *x: [y.detach() for y in quantize_qkv(*x, precision=precision)]
+        )
+        plain = jax.jit(
+            functools.partial(numerics.define_together, precision=precision)
+        )
+    inputs = [
+        jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
+        for i, shape in enumerate(shapes)
+    ]
+    y = jnp.ones(case.moved_bytes(row) // 8)
     negation = jax.jit(lambda y: -y)
     return {
-        "kernel": lambda: kernel(x),
-        "plain": lambda: plain(x),
+        "kernel": lambda: kernel(*inputs),
+        "plain": lambda: plain(*inputs),
         "negation": lambda: negation(y),
     }
 
@@ -109,8 +128,8 @@ def _plainly(
 ) -> Any:
     """What `quantize` is on platforms without a kernel."""
     block = 128 if granularity == "block" else 0
-    rounding = primitive.Rounding(granularity, block, center, rotate)
-    return primitive.define(x, rounding)
+    rounding = numerics.Rounding(granularity, block, center, rotate)
+    return numerics.define(x, rounding)
 
 
 def table(results: list[Result], copy: float) -> Table:

@@ -1,5 +1,6 @@
 """What the tests of all quantisation kernels share: inputs, and jnp's result."""
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import numpy as np
 from _oracle import BF16
 
-from zyfa_jax import Quantized, quantize
+from zyfa_jax import Quantized, quantize, quantize_qkv
 
 OPTIONS: list[dict[str, Any]] = [
     dict(zip(("granularity", "center", "rotate"), choice, strict=True))
@@ -114,3 +115,49 @@ def assert_same_beside_nan(z: Quantized, x: np.ndarray, **options: Any) -> None:
         assert close.all()
     else:
         np.testing.assert_array_equal(got, wanted)
+
+
+def unbalanced(
+    *, tokens: int = 131, heads: tuple[int, int] = (4, 2), dim: int = 128,
+    v_dim: int = 64, dtype: np.dtype = BF16,
+) -> list[np.ndarray]:  # fmt: skip
+    """q, k and v of (1, tokens, heads, dim); channels large in k are small in q."""
+    loud = np.exp2(np.arange(dim) * 7 % 9 - 4.0)
+    q, k, v = (
+        normal(1, tokens, h, d, dtype=np.dtype(np.float32), seed=seed)
+        for seed, h, d in zip(
+            range(3), (heads[0], *heads[1:] * 2), (dim, dim, v_dim), strict=True
+        )
+    )
+    return [x.astype(dtype) for x in (q * loud, k / loud, v)]
+
+
+def assert_same_together(
+    z: Any, inputs: list[np.ndarray], precision: str = "int8", *, rtol: float = 4e-6
+) -> None:
+    """Asserts that z is what jnp makes of q, k and v.
+
+    Sums in another order move a number to its neighbour where it lies between two.
+    """
+    with jax.default_device(jax.devices("cpu")[0]):
+        expected = quantize_qkv(*inputs, precision=precision)  # type: ignore[arg-type]
+    for got, wanted in zip(z, expected, strict=True):
+        assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
+        assert dataclasses.replace(got, **LEAVES) == dataclasses.replace(
+            wanted, **LEAVES
+        )
+        np.testing.assert_allclose(got.descale, wanted.descale, rtol=rtol)
+        a, b = (np.asarray(x.values, np.float64) for x in (got, wanted))
+        np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
+        if got.rotated:
+            near = np.abs(a - b) <= np.maximum(1, np.abs(b) / 8)
+            assert (near | np.isnan(a)).all()
+        differ = (a != b) & ~np.isnan(a)
+        assert differ.sum() <= 1e-3 * differ.size
+    center, wanted = np.asarray(z[1].center), array(expected[1].center)
+    finite = np.isfinite(wanted)
+    scale = np.abs(wanted[finite]).max(initial=0)
+    np.testing.assert_allclose(center, wanted, rtol=1e-5, atol=1e-6 * scale)
+
+
+LEAVES = dict.fromkeys(("values", "descale", "center", "source"))

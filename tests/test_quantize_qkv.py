@@ -23,7 +23,7 @@ from zyfa_jax import (
     quantize_qkv,
     reference,
 )
-from zyfa_jax import _quantize_primitive as primitive
+from zyfa_jax import _quantize_numerics as numerics
 from zyfa_jax._attention import canonical
 from zyfa_jax._gradient import attention as attend
 
@@ -119,7 +119,7 @@ def test_balanced_channels_are_of_one_size():
 def test_what_comes_rotated_is_only_centred_and_rounded(precision, batch):
     q, k, v = make(batch=batch, tokens=(200, 300), dims=(32, 8))
     k += 3
-    turned = (primitive.rotated(jnp.asarray(x)) for x in (q, k))
+    turned = (numerics.rotated(jnp.asarray(x)) for x in (q, k))
     got = quantize_qkv(*turned, v, precision=precision, rotated=True)
     want = quantize_qkv(q, k, v, precision=precision)
     for a, b in zip(got, want, strict=True):
@@ -379,11 +379,15 @@ def test_gradients_of_descales():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_sharded_inputs(precision, kind):
+@pytest.mark.parametrize(
+    ("precision", "rotated"), [("int8", False), ("fp8", False), ("int8", True)]
+)
+def test_sharded_inputs(precision, rotated, kind):
     mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(kind, kind))
     inputs = make(tokens=(20, 20))
-    rounded = functools.partial(call, precision=precision, out_dtype=F32)
+    rounded = functools.partial(
+        call, precision=precision, rotated=rotated, out_dtype=F32
+    )
     want = rounded(*inputs)
     sharding = NamedSharding(mesh, P("b", None, "h"))
     with jax.set_mesh(mesh):
@@ -563,3 +567,11 @@ def test_gpus_take_the_path_in_plain_jax(platform):
     forced = jax.jit(functools.partial(call, implementation=platform))
     with pytest.raises(NotImplementedError, match="float8_e4m3fn, not int8"):
         forced.trace(*inputs).lower(lowering_platforms=(platform,))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_gpus_round_to_int_what_comes_rotated_in_plain_jax(precision):
+    rounded = functools.partial(quantize_qkv, precision=precision, rotated=True)
+    traced = jax.jit(rounded).trace(*make(dims=(128, 128)))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("@zyfa_quantize" in text) == (precision == "fp8")

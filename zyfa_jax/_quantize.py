@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
 
 from . import _compat, _spec
-from . import _quantize_primitive as primitive
+from . import _quantize_numerics as numerics
+from ._quantize_primitive import quantize_p, quantize_qkv_p
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int8
@@ -23,7 +25,6 @@ _BLOCK_UNIT = 128
 _GRANULARITIES = ("head", "tensor", "block")
 _DTYPES = ("bfloat16", "float16", "float32")
 _PRECISIONS = ("int8", "fp8")
-_MOST_BALANCE = 16
 
 
 @jax.tree_util.register_dataclass
@@ -176,6 +177,19 @@ def quantize_qkv(
     Raises:
       ValueError: if the arrays do not go together, or for another precision.
     """
+    return quantize_qkv_by(None, q, k, v, precision=precision, rotated=rotated)
+
+
+def quantize_qkv_by(
+    implementation: str | None,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    precision: Any = "int8",
+    rotated: Any = False,
+) -> tuple[Quantized, Quantized, Quantized]:
+    """`quantize_qkv` by the kernels of a platform; None leaves it to the platform."""
     if precision not in _PRECISIONS:
         raise ValueError(
             f"quantize_qkv takes precision {' or '.join(map(repr, _PRECISIONS))}, not "
@@ -186,90 +200,65 @@ def quantize_qkv(
         _check(x, "head", 0, "quantize_qkv")
     _spec.check_operands([x.shape for x in (q, k, v)], [x.dtype for x in (q, k, v)])
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
-    int8, rotated = precision == "int8", bool(rotated)
-    q8, k8, v8 = _quantize_qkv(q, k, v, int8=int8, rotated=rotated)
+    q8, k8, v8 = _quantize_qkv(
+        q,
+        k,
+        v,
+        precision=precision,
+        rotated=bool(rotated),
+        implementation=implementation,
+    )
     if rotated:
         q8 = dataclasses.replace(q8, source=q)
     return q8, k8, dataclasses.replace(v8, source=v)
 
 
-@functools.partial(jax.jit, static_argnames=("int8", "rotated"))
+@functools.partial(jax.jit, static_argnames=("precision", "rotated", "implementation"))
 def _quantize_qkv(
-    q: Array, k: Array, v: Array, *, int8: bool, rotated: bool
+    q: Array, k: Array, v: Array, *, rotated: bool, **params: Any
 ) -> tuple[Quantized, Quantized, Quantized]:
     """The source of v is None, for v itself; so is that of q if it comes rotated."""
+    params["rotated"] = rotated
     if q.ndim == 3:
-        z = _quantize_qkv(q[None], k[None], v[None], int8=int8, rotated=rotated)
+        z = _quantize_qkv(q[None], k[None], v[None], **params)
         return jax.tree.map(lambda leaf: leaf[0], z)
-    rotate = not rotated
-    if rotated:
-        balanced_q, balanced_k = q, k
-    else:
-        balanced_q, balanced_k = _compat.automatic_axes(_balanced, (q, k))(q, k)
-    head = primitive.Rounding("head", 0, center=False, rotate=False)
-    if not int8:
-        of_q = dataclasses.replace(head, rotate=rotate)
-        q8 = _quantize(balanced_q, rounding=of_q)
-        centred = dataclasses.replace(of_q, center=True)
-        k8 = _quantize(balanced_k, rounding=centred)
-        v8 = _quantize(v, rounding=head)
-    else:
-        of_int8 = functools.partial(
-            primitive.Rounding, "block", rotate=rotate, dtype=primitive.INT8
+    operands = _compat.match_varying(lax.stop_gradient((q, k, v)))
+    results = _bind(quantize_qkv_p, *operands, **params)
+    *of_q, k_values, k_descale, mean, v_values, v_descale, exponent = results
+    roundings = numerics.together(params["precision"], rotated)
+    q8, k8, v8 = (
+        Quantized(
+            *leaves,
+            block=rounding.block,
+            channels=rounding.granularity == "channel",
         )
-        q8 = _quantize(balanced_q, rounding=of_int8(block=1, center=False))
-        k8 = _quantize(balanced_k, rounding=of_int8(block=_BLOCK_UNIT, center=True))
-        # What int8 cannot say, the descales of queries and the values of keys do.
-        nan = jnp.swapaxes(jnp.isnan(q).any(axis=-1), 1, 2)
-        q8 = dataclasses.replace(q8, descale=jnp.where(nan, np.nan, q8.descale))
-        nan = jnp.isnan(k).any(axis=-1, keepdims=True)
-        by_channel = dataclasses.replace(head, granularity="channel")
-        v = jnp.where(nan, jnp.asarray(np.nan, v.dtype), v)
-        v8 = _quantize(v, rounding=by_channel)
+        for leaves, rounding in zip(
+            (of_q, (k_values, k_descale), (v_values, v_descale)), roundings, strict=True
+        )
+    )
     q8, k8 = (
         dataclasses.replace(x, rotated=True, balanced=not rotated) for x in (q8, k8)
     )
-    return q8, k8, v8
+    if rotated:
+        mean = _as(mean[:, None], numerics.mean_over_tokens(k))
+        source, center = _source(k, mean, rounding=roundings[1]), mean.squeeze(1)
+    else:
+        prepared = _compat.automatic_axes(_prepared, (q, k, mean))
+        q_source, source, center = prepared(q, k, mean, exponent)
+        q8 = dataclasses.replace(q8, source=q_source)
+    return q8, dataclasses.replace(k8, source=source, center=center), v8
 
 
-def _balanced(q: Array, k: Array) -> tuple[Array, Array]:
-    """q and k with their channels weighted against each other."""
-    exponent = balance(*lax.stop_gradient((q, k)))
-    of_q = jnp.repeat(exponent, q.shape[2] // k.shape[2], axis=2)
-    return _times(q, of_q), _times(k, -exponent)
-
-
-def balance(q: Array, k: Array) -> Array:
-    """The exponent by which each channel of k is too large: int32 (B, 1, K, D).
-
-    Relative to a head's other channels, so that padding with the mean changes nothing.
-    """
-    k = k.astype(jnp.float32) - primitive.mean_over_tokens(k)
-    of_q = _mean_square(q.astype(jnp.float32))
-    batch, _, heads, dim = k.shape
-    of_q = of_q.reshape(batch, 1, heads, of_q.shape[2] // heads, dim).mean(axis=3)
-    log_ratio = jnp.log2(_mean_square(k)) - jnp.log2(of_q)
-    # Channels without numbers, or with too large ones, stay as they are.
-    known = jnp.isfinite(log_ratio)
-    mean = jnp.mean(log_ratio, axis=-1, keepdims=True, where=known)
-    log_ratio = jnp.where(known, log_ratio - mean, 0)
-    most = np.float32(_MOST_BALANCE)
-    return jnp.clip(jnp.round(log_ratio / 4), -most, most).astype(jnp.int32)
-
-
-def _mean_square(x: Array) -> Array:
-    """Of the finite numbers of each channel, (B, 1, H, D)."""
-    finite = jnp.isfinite(x)
-    count = jnp.maximum(finite.sum(axis=1, keepdims=True), 1)
-    total = jnp.where(finite, x * x, 0).sum(axis=1, keepdims=True)
-    return total / count.astype(jnp.float32)
-
-
-def _times(x: Array, exponent: Array) -> Array:
-    """x times a power of two: exactly, but for numbers near the ends of the range."""
-    dtype = jnp.float32 if x.dtype == jnp.float16 else x.dtype
-    one = jnp.ones(exponent.shape, jnp.float32)
-    return x.astype(dtype) * jnp.ldexp(one, exponent).astype(dtype)
+def _prepared(
+    q: Array, k: Array, mean: Array, exponent: Array
+) -> tuple[Array, Array, Array]:
+    """What q and k were rounded from, and k's center."""
+    of_q, of_k = (w[:, None] for w in numerics.weights(exponent, q.shape[2]))
+    mean = _as(mean[:, None], numerics.mean_over_tokens(k))
+    q_rounding, k_rounding, _ = numerics.TOGETHER["fp8"]
+    q_source = _source(q, None, of_q, rounding=q_rounding)
+    k_source = _source(k, mean, of_k, rounding=k_rounding)
+    return q_source, k_source, _center(mean * of_k, rotate=True)
 
 
 def quantize_by(
@@ -285,36 +274,48 @@ def quantize_by(
     _check(x, granularity, block)
     _check_flags("quantize", center=center, rotate=rotate)
     x = jnp.asarray(x)
-    rounding = primitive.Rounding(
+    rounding = numerics.Rounding(
         granularity,
         block=int(block) if granularity == "block" else 0,
         center=bool(center),
         rotate=bool(rotate),
-        implementation=implementation,
     )
-    z = _quantize(x, rounding=rounding)
+    z = _quantize(x, rounding=rounding, implementation=implementation)
     return z if center or rotate else dataclasses.replace(z, source=x)
 
 
-@functools.partial(jax.jit, static_argnames="rounding")
-def _quantize(x: Array, *, rounding: primitive.Rounding) -> Quantized:
+@functools.partial(jax.jit, static_argnames=("rounding", "implementation"))
+def _quantize(
+    x: Array, *, rounding: numerics.Rounding, implementation: str | None
+) -> Quantized:
     """The source is None where it would be x itself."""
+    params = {"rounding": rounding, "implementation": implementation}
     if x.ndim == 3:
-        z = _quantize(x[None], rounding=rounding)
+        z = _quantize(x[None], **params)
         return jax.tree.map(lambda leaf: leaf[0], z)
-    values, descale, *means = _bind(lax.stop_gradient(x), rounding=rounding)
-    channels = rounding.granularity == "channel"
-    z = Quantized(values, descale, block=rounding.block, channels=channels)
-    if not (rounding.center or rounding.rotate):
+    values, descale, *mean = _bind(quantize_p, lax.stop_gradient(x), **params)
+    z = Quantized(values, descale, block=rounding.block, rotated=rounding.rotate)
+    mean = [_as(m[:, None], numerics.mean_over_tokens(x)) for m in mean]
+    if mean:
+        center = _center(*mean, rotate=rounding.rotate)
+        z = dataclasses.replace(z, center=center)
+    if not (mean or rounding.rotate):
         return z
-    means = [_as(m[:, None], primitive.mean_over_tokens(x)) for m in means]
-    y, guard = primitive.prepare(x, *means, rounding=rounding)
-    return dataclasses.replace(
-        z,
-        center=_center(*means, rotate=rounding.rotate) if means else None,
-        source=(y / guard).astype(x.dtype),
-        rotated=rounding.rotate,
-    )
+    return dataclasses.replace(z, source=_source(x, *mean, rounding=rounding))
+
+
+def _source(
+    x: Array,
+    mean: Array | None = None,
+    weight: Array | None = None,
+    *,
+    rounding: numerics.Rounding,
+) -> Array:
+    """What is rounded, before the guard."""
+    y, guard = numerics.prepare(x, mean, weight, rounding=rounding)
+    # Weights may be more than float16 can hold.
+    wide = weight is not None and x.dtype == jnp.float16
+    return (y / guard).astype(jnp.float32 if wide else x.dtype)
 
 
 @jax.custom_jvp
@@ -329,16 +330,16 @@ def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return primals[0], tangents[1]
 
 
-def _bind(x: Array, rounding: primitive.Rounding) -> Any:
-    bind = functools.partial(primitive.quantize_p.bind, rounding=rounding)
-    return _compat.automatic_axes(bind, jax.eval_shape(bind, x))(x)
+def _bind(primitive: Primitive, *operands: Array, **params: Any) -> Any:
+    bind = functools.partial(primitive.bind, **params)
+    return _compat.automatic_axes(bind, jax.eval_shape(bind, *operands))(*operands)
 
 
 def _center(mean: Array, rotate: bool) -> Array:
     if rotate:
         # Small enough that sums of numbers near float32's maximum do not overflow.
         small = np.float32(2.0**-8)
-        mean = primitive.rotated(mean * small) / small
+        mean = numerics.rotated(mean * small) / small
     return mean.squeeze(1)
 
 

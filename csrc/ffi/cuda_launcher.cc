@@ -12,28 +12,6 @@
 namespace zyfa {
 namespace {
 
-// The names of all quantisation kernels; they stay where they are.
-const std::set<std::string>& QuantizeKernels() {
-  static auto* const names = [] {
-    auto* all = new std::set<std::string>;
-    for (const char* type : {"bf16", "f16", "f32"}) {
-      for (const int kernel_dim : {128, gpu::kMaxQuantizeDim}) {
-        all->insert(MeasureKernel(type, kernel_dim));
-      }
-      for (const bool rotates : {false, true}) {
-        for (int dim = gpu::kChunk; dim <= gpu::kMaxQuantizeDim;
-             dim += gpu::kChunk) {
-          const int chunks = gpu::PartChunks(dim & -dim, rotates);
-          const int kernel_dim = cuda::PlanQuantize(dim, chunks).kernel_dim;
-          all->insert(QuantizeKernel(type, kernel_dim, rotates, chunks));
-        }
-      }
-    }
-    return all;
-  }();
-  return *names;
-}
-
 // Every kernel: CUDA may load a kernel's code when it is first asked for, which
 // a stream that is being captured may not allow.
 std::vector<gpu::Launch> Kernels() {
@@ -49,7 +27,9 @@ std::vector<gpu::Launch> Kernels() {
       }
     }
   }
-  for (const std::string& name : QuantizeKernels()) {
+  static const auto* const quantize = new std::set<std::string>(
+      QuantizeKernels({"CUDA", cuda::PlanQuantize, true}));
+  for (const std::string& name : *quantize) {
     kernels.push_back({name.c_str(), 1, cuda::kMaxQuantizeThreads, nullptr, 0});
   }
   return kernels;

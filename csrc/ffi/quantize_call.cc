@@ -2,7 +2,10 @@
 
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <string>
+#include <string_view>
+#include <type_traits>
 #include <vector>
 
 #include "csrc/gpu/quantize_args.h"
@@ -65,38 +68,117 @@ ffi::ErrorOr<T*> Take(const char* name, ffi::AnyBuffer buffer,
 
 int64_t PowerOfTwoIn(int64_t x) { return x & -x; }
 
-}  // namespace
+// What a step takes and gives beside x, mean and weight.
+enum class Given { kNone, kOfTiles, kOfChannels };
+enum class Found { kNone, kOfTiles, kOfTokens, kStatistics };
+struct Step {
+  std::string_view name;
+  Given given;
+  ffi::DataType values;  // INVALID: none
+  Found found;
+  bool everywhere;     // whether every platform has kernels for it
+  const char* suffix;  // of the kernels' names; null: by whether it rotates
+};
+constexpr auto kNoValues = ffi::DataType::INVALID;
+constexpr auto kFp8 = ffi::DataType::F8E4M3FN;
+constexpr auto kInt8 = ffi::DataType::S8;
+constexpr Step kSteps[] = {
+    {"find", Given::kNone, kNoValues, Found::kOfTiles, true, nullptr},
+    {"round", Given::kOfTiles, kFp8, Found::kNone, true, nullptr},
+    {"both", Given::kNone, kFp8, Found::kOfTiles, true, nullptr},
+    {"tokens", Given::kNone, kInt8, Found::kOfTokens, false, "_tokens"},
+    {"blocks", Given::kNone, kInt8, Found::kOfTiles, false, "_blocks"},
+    {"channels", Given::kOfChannels, kFp8, Found::kNone, false, "_channels"},
+    {"measure", Given::kNone, kNoValues, Found::kStatistics, false, "_measure"},
+};
 
-std::string QuantizeKernel(const std::string& type, int kernel_dim,
-                           bool rotates, int chunks) {
-  return std::string(kQuantizeName) + "_" + type + "_" +
-         std::to_string(kernel_dim) + (rotates ? "_rotated" : "") +
-         (chunks > 1 ? "_whole" : "");
+const Step* FindStep(std::string_view name, const QuantizePlatform& platform) {
+  for (const Step& step : kSteps) {
+    if (step.name == name && (step.everywhere || platform.measures)) {
+      return &step;
+    }
+  }
+  return nullptr;
 }
 
-std::string MeasureKernel(const std::string& type, int kernel_dim) {
-  return std::string("zyfa_quantize_") + type + "_" +
-         std::to_string(kernel_dim) + "_measure";
+// Whether it takes a mean, a weight and the rotation.
+bool Prepares(const Step& step) {
+  return step.given != Given::kOfChannels && step.found != Found::kStatistics;
+}
+
+struct Kernel {
+  std::string name;
+  int threads;
+  int chunks;  // of a part
+};
+
+Kernel KernelOf(const Step& step, const char* type, int dim, bool rotate,
+                const QuantizePlatform& platform) {
+  const int chunks =
+      gpu::PartChunks(static_cast<int>(PowerOfTwoIn(dim)), rotate);
+  const gpu::QuantizePlan plan = platform.plan(dim, chunks);
+  const char* plain = rotate ? "_rotated" : "";
+  return {std::string(kQuantizeName) + "_" + type + "_" +
+              std::to_string(plan.kernel_dim) +
+              (step.suffix != nullptr ? step.suffix : plain) +
+              (chunks > 1 ? "_whole" : ""),
+          plan.threads, chunks};
+}
+
+std::string StepNames(const QuantizePlatform& platform) {
+  std::string names;
+  for (const Step& step : kSteps) {
+    if (!step.everywhere && !platform.measures) continue;
+    names += (names.empty() ? "" : ", ") + std::string(step.name);
+  }
+  return names;
+}
+
+}  // namespace
+
+std::set<std::string> QuantizeKernels(const QuantizePlatform& platform) {
+  std::set<std::string> names;
+  for (const Step& step : kSteps) {
+    if (FindStep(step.name, platform) == nullptr) continue;
+    for (const bool rotate : {false, true}) {
+      if (rotate ? !Prepares(step) : step.values == kInt8) continue;
+      for (const char* type : {"bf16", "f16", "f32"}) {
+        for (int dim = kChunk; dim <= gpu::kMaxQuantizeDim; dim += kChunk) {
+          names.insert(KernelOf(step, type, dim, rotate, platform).name);
+        }
+      }
+    }
+  }
+  return names;
 }
 
 ffi::ErrorOr<QuantizeLaunch> DecodeQuantize(const QuantizeCall& call,
                                             const QuantizePlatform& platform) {
   const std::string kernels =
       std::string("the ") + platform.name + " kernels take ";
-  const bool rounds_only = call.step == "round";
-  const bool measures = platform.measures && call.step == "measure";
-  const bool finds_only = measures || call.step == "find";
-  if (!rounds_only && !finds_only && call.step != "both") {
-    const char* steps = platform.measures ? "find, round, both or measure"
-                                          : "find, round or both";
-    return Invalid(std::string("step must be ") + steps + ", got " +
+  const Step* step = FindStep(call.step, platform);
+  if (step == nullptr) {
+    return Invalid("step must be one of " + StepNames(platform) + ", got " +
                    std::string(call.step));
   }
-  const size_t fewest = rounds_only ? 1 : 0;
-  const size_t most = measures ? 0 : fewest + 1;
-  const size_t results = rounds_only || finds_only ? 1 : 2;
-  if (call.operands.size() < fewest || call.operands.size() > most ||
-      call.results.size() != results) {
+  const bool to_int8 = step->values == kInt8;
+  if (!Prepares(*step) && (call.center || call.weigh || call.rotate)) {
+    return Invalid(std::string(step->name) +
+                   " takes neither center, weigh nor rotate");
+  }
+  if ((to_int8 || call.weigh) && !call.rotate) {
+    return Invalid("int8 and weigh are for rotate alone");
+  }
+  if (call.weigh && !platform.measures) {
+    return Invalid(kernels + "no weight");
+  }
+  const bool gives_nan = to_int8 && step->found == Found::kOfTiles;
+  const size_t operands = (step->given != Given::kNone) +
+                          (step->given == Given::kOfChannels) + call.center +
+                          call.weigh;
+  const size_t results =
+      (step->values != kNoValues) + (step->found != Found::kNone) + gives_nan;
+  if (call.operands.size() != operands || call.results.size() != results) {
     return Invalid("wrong number of operands or results");
   }
   const auto x_dims = call.x.dimensions();
@@ -129,59 +211,71 @@ ffi::ErrorOr<QuantizeLaunch> DecodeQuantize(const QuantizeCall& call,
   QuantizeLaunch launch = {};
   QuantizeArgs& args = launch.args;
   args.x = call.x.untyped_data();
-  size_t operand = 0;
-  const auto next = [&](const char* name,
-                        const Dims& dims) -> ffi::ErrorOr<const float*> {
-    auto buffer = call.operands.get<ffi::AnyBuffer>(operand++);
-    if (buffer.has_error()) return ffi::Unexpected(buffer.error());
-    auto data = Take<float>(name, *buffer, ffi::DataType::F32, dims);
-    if (data.has_error()) return ffi::Unexpected(data.error());
-    return static_cast<const float*>(*data);
+  const Dims of_tiles = {batch, heads, tiles};
+  const Dims of_tokens = {batch, heads, tokens};
+  const Dims of_channels = {batch, heads, dim};
+  std::optional<ffi::Error> trouble;
+  size_t operand = 0, result = 0;
+  // The address of an operand or result; or notes the first trouble.
+  const auto take = [&](auto& to, const char* name, auto buffer,
+                        ffi::DataType type, const Dims& dims) {
+    if (trouble) return;
+    using T = std::remove_pointer_t<std::remove_reference_t<decltype(to)>>;
+    const auto data = Take<T>(name, buffer, type, dims);
+    if (data.has_error()) {
+      trouble = data.error();
+    } else {
+      to = *data;
+    }
   };
-  if (rounds_only) {
-    const auto given = next("given", {batch, heads, tiles});
-    if (given.has_error()) return ffi::Unexpected(given.error());
-    args.given = *given;
+  const auto next_operand = [&] {
+    return *call.operands.get<ffi::AnyBuffer>(operand++);
+  };
+  const auto next_result = [&] {
+    return **call.results.get<ffi::AnyBuffer>(result++);
+  };
+  if (step->given != Given::kNone) {
+    take(args.given, "given", next_operand(), ffi::DataType::F32,
+         step->given == Given::kOfTiles ? of_tiles : of_channels);
   }
-  if (call.operands.size() > operand) {
-    const auto mean = next("mean", {batch, heads, dim});
-    if (mean.has_error()) return ffi::Unexpected(mean.error());
-    args.mean = *mean;
+  if (step->given == Given::kOfChannels) {
+    take(args.nan, "nan", next_operand(), ffi::DataType::PRED, of_tokens);
   }
-  if (!finds_only) {
-    auto buffer = call.results.get<ffi::AnyBuffer>(0);
-    if (buffer.has_error()) return ffi::Unexpected(buffer.error());
-    const auto values =
-        Take<void>("values", **buffer, ffi::DataType::F8E4M3FN, dims);
-    if (values.has_error()) return ffi::Unexpected(values.error());
-    args.values = *values;
+  if (call.center) {
+    take(args.mean, "mean", next_operand(), ffi::DataType::F32, of_channels);
   }
-  if (!rounds_only) {
-    auto buffer = call.results.get<ffi::AnyBuffer>(results - 1);
-    if (buffer.has_error()) return ffi::Unexpected(buffer.error());
-    Dims found_dims = {batch, heads, tiles};
-    if (measures) found_dims.insert(found_dims.end(), {gpu::kStatistics, dim});
-    const auto found =
-        Take<float>("found", **buffer, ffi::DataType::F32, found_dims);
-    if (found.has_error()) return ffi::Unexpected(found.error());
-    args.found = *found;
+  if (call.weigh) {
+    take(args.weight, "weight", next_operand(), ffi::DataType::F32,
+         of_channels);
   }
+  if (step->values != kNoValues) {
+    take(args.values, "values", next_result(), step->values, dims);
+  }
+  if (step->found != Found::kNone) {
+    Dims found = step->found == Found::kOfTokens ? of_tokens : of_tiles;
+    if (step->found == Found::kStatistics) {
+      found.insert(found.end(), {gpu::kStatistics, dim});
+    }
+    take(args.found, "found", next_result(), ffi::DataType::F32, found);
+  }
+  if (gives_nan) {
+    take(args.nan, "nan", next_result(), ffi::DataType::PRED, of_tokens);
+  }
+  if (trouble) return ffi::Unexpected(*trouble);
 
   const auto narrow = [](int64_t x) { return static_cast<int32_t>(x); };
   args.tokens = narrow(tokens);
   args.heads = narrow(heads);
   args.head_dim = narrow(dim);
   args.hadamard = narrow(PowerOfTwoIn(dim));
-  args.zero_descale = finds_only ? 0.0f : 1.0f;
-  const int chunks = gpu::PartChunks(args.hadamard, call.rotate && !measures);
-  args.row_inverse =
-      gpu::RowInverse(static_cast<uint32_t>(args.head_dim / (kChunk * chunks)));
-  const gpu::QuantizePlan plan = platform.plan(args.head_dim, chunks);
-  launch.kernel =
-      measures ? MeasureKernel(type, plan.kernel_dim)
-               : QuantizeKernel(type, plan.kernel_dim, call.rotate, chunks);
+  args.zero_descale = step->values == kNoValues ? 0.0f : 1.0f;
+  const Kernel kernel =
+      KernelOf(*step, type, args.head_dim, call.rotate, platform);
+  args.row_inverse = gpu::RowInverse(
+      static_cast<uint32_t>(args.head_dim / (kChunk * kernel.chunks)));
+  launch.kernel = kernel.name;
   launch.groups = static_cast<uint32_t>(batch * heads * tiles);
-  launch.threads = static_cast<uint32_t>(plan.threads);
+  launch.threads = static_cast<uint32_t>(kernel.threads);
   return launch;
 }
 

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <set>
 #include <string>
 #include <string_view>
 
@@ -24,6 +25,8 @@ struct QuantizeCall {
   xla::ffi::RemainingArgs operands;
   xla::ffi::RemainingRets results;
   std::string_view step;
+  bool center;
+  bool weigh;
   bool rotate;
 };
 
@@ -31,8 +34,11 @@ struct QuantizeCall {
 struct QuantizePlatform {
   const char* name;
   gpu::QuantizePlan (*plan)(int head_dim, int chunks);
-  bool measures;  // whether there are kernels for the step "measure"
+  bool measures;  // whether there are kernels for "measure" and to int8
 };
+
+// The names of all of a platform's kernels.
+std::set<std::string> QuantizeKernels(const QuantizePlatform& platform);
 
 // Where there is nothing to do, `groups` is 0.
 struct QuantizeLaunch {
@@ -41,12 +47,6 @@ struct QuantizeLaunch {
   uint32_t groups;
   uint32_t threads;
 };
-
-// The name of the kernel for a type ("bf16", "f16" or "f32"), and of the one
-// that measures.
-std::string QuantizeKernel(const std::string& type, int kernel_dim,
-                           bool rotates, int chunks);
-std::string MeasureKernel(const std::string& type, int kernel_dim);
 
 xla::ffi::ErrorOr<QuantizeLaunch> DecodeQuantize(
     const QuantizeCall& call, const QuantizePlatform& platform);
@@ -63,15 +63,18 @@ auto QuantizeHandler(const QuantizePlatform& platform, Run run,
       .RemainingArgs()
       .RemainingRets()
       .template Attr<std::string_view>("step")
+      .template Attr<bool>("center")
+      .template Attr<bool>("weigh")
       .template Attr<bool>("rotate")
       .To(
           [platform, run](typename ffi::CtxDecoding<Context>::Type context,
                           ffi::AnyBuffer x, ffi::RemainingArgs operands,
                           ffi::RemainingRets results, std::string_view step,
-                          bool rotate) {
+                          bool center, bool weigh, bool rotate) {
             return GuardedCall(kQuantizeName, [&] {
               const auto launch = DecodeQuantize(
-                  {x, operands, results, step, rotate}, platform);
+                  {x, operands, results, step, center, weigh, rotate},
+                  platform);
               if (launch.has_error()) return launch.error();
               if (launch->groups == 0) return ffi::Error::Success();
               return run(context, *launch);

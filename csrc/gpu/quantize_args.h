@@ -15,18 +15,25 @@ constexpr int kRotatedLanes = 8;  // that hold a row of a matrix, at most
 
 // What is measured of the finite numbers of a channel in a tile: their sum
 // times kSumScale, which keeps it finite; how many there are; the largest (-inf
-// if there is none) and the smallest (inf).
-constexpr int kStatistics = 4;
+// if there is none) and the smallest (inf); the sum of the squares of their
+// distances from their mean.
+constexpr int kStatistics = 5;
 constexpr float kSumScale = 1.0f / 256;
 
-// A kernel rounds x, less the mean and rotated, to FP8 by given descales; or
-// finds the descale of each tile; or both. Or it measures each tile.
+// A kernel rounds x, less the mean, times the weight and rotated, by given
+// descales; or finds the descale of each tile or token; or both. Or it measures
+// each tile.
 struct QuantizeArgs {
   const void* x;         // (batch, tokens, heads, head_dim)
   const float* mean;     // (batch, heads, head_dim); null: zeros
-  const float* given;    // (batch, heads, tiles), descales; null: the found
+  const float* weight;   // (batch, heads, head_dim), powers of two; null: ones
+  const float* given;    // descales, (batch, heads, tiles), or of channels
+                         // (batch, heads, head_dim); null: the found
+  uint8_t* nan;          // (batch, heads, tokens), 1 where a token has NaN:
+                         // given with channels' descales, else found; or null
   void* values;          // (batch, tokens, heads, head_dim); null: none
-  float* found;          // (batch, heads, tiles), descales; null: none; or
+  float* found;          // descales, (batch, heads, tiles) or of tokens
+                         // (batch, heads, tokens); null: none; or statistics
                          // (batch, heads, tiles, kStatistics, head_dim)
   int32_t tokens;        // of a head
   int32_t heads;         //
@@ -35,7 +42,7 @@ struct QuantizeArgs {
   float zero_descale;    // what is found for a tile without magnitude
   uint32_t row_inverse;  // RowInverse of a row's parts
 };
-static_assert(sizeof(QuantizeArgs) == 5 * 8 + 6 * 4);
+static_assert(sizeof(QuantizeArgs) == 7 * 8 + 6 * 4);
 
 constexpr int64_t QuantizeTiles(int64_t tokens) {
   return (tokens + kQuantizeTokens - 1) / kQuantizeTokens;

@@ -44,6 +44,7 @@ struct Shown {
 };
 std::vector<Shown> warps;
 unsigned arrivals;
+bool voted;
 
 // Until every lane of the block has had its turn.
 void Yield() { swapcontext(&lanes[threadIdx.x].context, &scheduler); }
@@ -60,6 +61,15 @@ void __syncthreads() {
   const unsigned all = (arrivals++ / blockDim.x + 1) * blockDim.x;
   while (arrivals < all) Yield();
 }
+
+// Of one vote a block.
+bool __syncthreads_or(bool mine) {
+  voted |= mine;
+  __syncthreads();
+  return voted;
+}
+
+void __syncwarp() { Exchange(0); }
 
 template <class To, class From>
 To Bits(From x) {
@@ -83,6 +93,18 @@ uint32_t __reduce_max_sync(uint32_t, uint32_t x) {
 float __shfl_xor_sync(uint32_t, float x, int mask) {
   return Bits<float>(Exchange(Bits<uint32_t>(x))[(threadIdx.x % 32) ^ mask]);
 }
+
+uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selectors) {
+  const uint64_t both = uint64_t{b} << 32 | a;
+  uint32_t bytes = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t from = selectors >> 4 * i & 7;
+    bytes |= static_cast<uint32_t>(both >> 8 * from & 0xff) << 8 * i;
+  }
+  return bytes;
+}
+// Lanes take turns, so that no other's comes between.
+void atomicMax(uint32_t* to, uint32_t x) { *to = std::max(*to, x); }
 
 using std::min;
 
@@ -148,12 +170,17 @@ struct Named {
   Kernel kernel;
 };
 #define NAMED(name) {"zyfa_quantize_" #name, zyfa_quantize_##name}
-#define NAMED_OF(type)                                             \
-  NAMED(type##_128), NAMED(type##_256), NAMED(type##_128_rotated), \
-      NAMED(type##_256_rotated), NAMED(type##_128_rotated_whole),  \
-      NAMED(type##_256_rotated_whole), NAMED(type##_128_measure),  \
-      NAMED(type##_256_measure)
-constexpr Named kKernels[] = {NAMED_OF(bf16), NAMED_OF(f16), NAMED_OF(f32)};
+#define NAMED_ROTATED(name) \
+  NAMED(name##_rotated), NAMED(name##_tokens), NAMED(name##_blocks)
+#define NAMED_WHOLE(name)                                  \
+  NAMED(name##_rotated_whole), NAMED(name##_tokens_whole), \
+      NAMED(name##_blocks_whole)
+#define NAMED_OF(name)                                        \
+  NAMED(name), NAMED(name##_channels), NAMED(name##_measure), \
+      NAMED_ROTATED(name), NAMED_WHOLE(name)
+constexpr Named kKernels[] = {NAMED_OF(bf16_128), NAMED_OF(bf16_256),
+                              NAMED_OF(f16_128),  NAMED_OF(f16_256),
+                              NAMED_OF(f32_128),  NAMED_OF(f32_256)};
 
 Kernel kernel;
 zyfa::gpu::QuantizeArgs args;
@@ -165,6 +192,7 @@ void RunLane() {
 
 void RunBlock() {
   arrivals = 0;
+  voted = false;
   for (Lane& lane : lanes) {
     getcontext(&lane.context);
     lane.context.uc_stack.ss_sp = lane.stack.data();

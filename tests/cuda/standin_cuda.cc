@@ -74,7 +74,7 @@ struct Parameters {
   uint8_t args[144];
   uint8_t maps[3][kTensorMapBytes];
 };
-constexpr size_t kQuantizeBytes = 64;
+constexpr size_t kQuantizeBytes = 80;
 
 // Bytes of an element; 0 for a type that the kernels do not take.
 int ElementBytes(int type) {

@@ -5,6 +5,7 @@ What the kernels compute is in test_hopper_quantize.py.
 
 import functools
 import io
+import re
 from typing import Any
 
 import cuda_bridge
@@ -12,20 +13,29 @@ import jax
 import numpy as np
 import pytest
 from _oracle import BF16, F16, F32
-from _quantized import EVERYTHING, OPTIONS, assert_same, normal
+from _quantized import (
+    EVERYTHING,
+    OPTIONS,
+    assert_same,
+    assert_same_together,
+    normal,
+    unbalanced,
+)
 from elftools.elf.elffile import ELFFile
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zyfa_jax import _ffi, attention, quantize
-from zyfa_jax._quantize import quantize_by
+from zyfa_jax._quantize import quantize_by, quantize_qkv_by
 
 EXTENSION: Any = _ffi.load()
+NEITHER = dict.fromkeys(("center", "weigh", "rotate"), np.bool_(False))
 ERRORS = (jax.errors.JaxRuntimeError, ValueError)
 NAMES = {BF16: "bf16", F16: "f16", F32: "f32"}
 
 by_kernel = functools.partial(quantize_by, "cuda")
+together = functools.partial(quantize_qkv_by, "cuda")
 
 
 @pytest.fixture
@@ -66,6 +76,62 @@ def test_a_call_comes_back(run, dtype, options):
     for launch in launches:
         assert launch.grid == (2 * 3 * 2, 1, 1)
         assert launch.code == EXTENSION.cuda_code_object("sm_90")
+
+
+@pytest.mark.parametrize(
+    ("precision", "kernels"),
+    [
+        ("int8", ["measure"] * 3 + ["tokens_whole", "blocks_whole", "channels"]),
+        ("fp8", ["measure"] * 2 + ["rotated_whole"] * 4 + [""] * 2),
+    ],
+)
+def test_three_come_back_together(cuda, host_kernels, precision, kernels):
+    inputs = unbalanced(dtype=F16)
+    with cuda.running(host_kernels) as launches:
+        z = jax.block_until_ready(together(*inputs, precision=precision))
+    assert_same_together(z, inputs, precision)
+    prefix = "zyfa_quantize_f16_128"
+    names = [
+        launch.kernel.removeprefix(prefix).removeprefix("_") for launch in launches
+    ]
+    assert sorted(names) == sorted(kernels)
+    for launch, name in zip(launches, names, strict=True):
+        rotates = name.endswith("whole")
+        assert ("weight" in launch.buffers()) == rotates
+        assert launch.args.heads in (4, 2)
+        if "mean" in launch.buffers():
+            assert (launch.args.heads, rotates) == (2, True)
+
+
+@pytest.mark.parametrize("axes", [P(None, None, "y"), P(None, "x", "y")], ids=str)
+def test_sharded_inputs_of_three_stay_where_they_are(cuda, host_kernels, axes):
+    mesh = jax.make_mesh(
+        (2, 2), ("x", "y"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2
+    )
+    inputs = unbalanced(tokens=512, dim=64)
+    sharded = [jax.device_put(x, NamedSharding(mesh, axes)) for x in inputs]
+    call = jax.jit(lambda *x: [y.detach() for y in together(*x)])
+    text = str(call.lower(*sharded).compile().as_text())
+    # Each device measures its tokens; statistics are gathered, and no array.
+    assert "all-gather" not in text or "x" in axes
+    assert not re.search(r"(bf16|s8|f8e4m3fn)\S* all-gather", text)
+    with cuda.running(host_kernels) as launches:
+        z = jax.block_until_ready(call(*sharded))
+    assert_same_together(z, inputs)
+    assert {launch.device for launch in launches} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("empty", ["queries", "keys", "batch"])
+def test_nothing_together(cuda, host_kernels, empty):
+    inputs = unbalanced(dim=64)
+    for i, x in enumerate(inputs):
+        if empty == "batch":
+            inputs[i] = x[:0]
+        elif (empty == "queries") == (i == 0):
+            inputs[i] = x[:, :0]
+    with cuda.running(host_kernels):
+        z = jax.block_until_ready(together(*inputs))
+    assert_same_together(z, inputs)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +244,13 @@ def test_failures_carry_cudas_words(cuda, run):
 @pytest.mark.parametrize(
     ("shape", "step", "message"),
     [
-        ((1, 130, 2, 64), "neither", "step must be find, round, both or measure, got"),
-        ((1, 130, 2, 64), "measure", r"found must have shape \(1, 2, 2, 4, 64\)"),
+        (
+            (1, 130, 2, 64),
+            "neither",
+            "step must be one of find, .*measure, got neither",
+        ),
+        ((1, 130, 2, 64), "measure", r"found must have shape \(1, 2, 2, 5, 64\)"),
+        ((1, 130, 2, 64), "tokens", "int8 and weigh are for rotate alone"),
         ((130, 2, 64), "find", r"x must be .*got \(130, 2, 64\)"),
         ((1, 130, 2, 60), "find", "the CUDA kernels .* multiples of 8 .*got 60"),
         ((0, 1, 2**17, 64), "find", "the CUDA kernels take up to .* 65535 heads"),
@@ -192,9 +263,7 @@ def test_the_handler_checks_what_it_is_given(cuda, shape, step, message):
     with pytest.raises(
         ERRORS, match=f"(?s)INVALID_ARGUMENT.*zyfa_quantize: .*{message}"
     ):
-        jax.block_until_ready(
-            call(np.zeros(shape, BF16), step=step, rotate=np.bool_(False))
-        )
+        jax.block_until_ready(call(np.zeros(shape, BF16), step=step, **NEITHER))
 
 
 def test_the_handler_may_be_captured_in_a_command_buffer(xla):
@@ -219,8 +288,11 @@ def frame_bytes(code: bytes) -> dict[str, int]:
 def test_the_kernels_spill_nothing():
     frames = frame_bytes(EXTENSION.cuda_code_object("sm_90"))
     kernels = {x: n for x, n in frames.items() if x.startswith("zyfa_quantize_")}
-    assert len(kernels) == 24
-    assert not any(kernels.values()), kernels
+    assert len(kernels) == 54
+    for name, size in kernels.items():
+        # A thread holds 64 numbers of 32 bits, half of its registers.
+        most = 16 if name.startswith("zyfa_quantize_f32_256") else 0
+        assert size <= most, name
 
 
 def test_the_handler_loads_ahead(cuda, xla):

@@ -18,18 +18,27 @@ from _quantized import (
     OPTIONS,
     assert_same,
     assert_same_beside_nan,
+    assert_same_together,
     bits,
     normal,
     on_cpu,
+    unbalanced,
 )
 
-from zyfa_jax import quantize
-from zyfa_jax._quantize import quantize_by
+from zyfa_jax import Quantized, quantize, quantize_qkv
+from zyfa_jax._quantize import quantize_by, quantize_qkv_by
 
 on_gpu = pytest.mark.cuda
 BY_BLOCK = {"granularity": "block"}
 
 by_kernel = functools.partial(quantize_by, "cuda")
+
+
+together = functools.partial(quantize_qkv_by, "cuda")
+
+
+def detached(z):
+    return z.detach() if isinstance(z, Quantized) else [x.detach() for x in z]
 
 
 @pytest.fixture(params=["host", pytest.param("gpu", marks=on_gpu)])
@@ -38,17 +47,17 @@ def run(request):
     if request.param == "host":
         cuda, kernels = map(request.getfixturevalue, ("cuda", "host_kernels"))
 
-        def on_host(call, x):
+        def on_host(call, *inputs):
             with cuda.running(kernels) as launches:
-                z = jax.block_until_ready(call(x).detach())
+                z = jax.block_until_ready(detached(call(*inputs)))
             assert launches
             return jax.device_get(z)
 
         yield on_host
         return
 
-    def twice(call, x):
-        z, again = (jax.device_get(call(x).detach()) for _ in range(2))
+    def twice(call, *inputs):
+        z, again = (jax.device_get(detached(call(*inputs))) for _ in range(2))
         for a, b in zip(jax.tree.leaves(z), jax.tree.leaves(again), strict=True):
             np.testing.assert_array_equal(bits(a), bits(b))
         return z
@@ -168,6 +177,83 @@ def test_vmap(run, options):
     z = run(jax.vmap(functools.partial(by_kernel, **options)), x)
     for i in range(3):
         assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], z), x[i], **options)
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+def test_together(run, dtype, precision):
+    inputs = unbalanced(dtype=dtype)
+    z = run(functools.partial(together, precision=precision), *inputs)
+    assert_same_together(z, inputs, precision)
+
+
+@pytest.mark.parametrize("dim", [24, 64, 96, 192, 256])
+def test_together_at_other_head_dims(run, dim):
+    inputs = unbalanced(dim=dim, v_dim=dim // 2 // 8 * 8, heads=(3, 3))
+    assert_same_together(run(together, *inputs), inputs)
+
+
+@pytest.mark.parametrize("tokens", [1, 128, 300])
+def test_together_at_other_lengths(run, tokens):
+    inputs = unbalanced(tokens=tokens, dim=64)
+    assert_same_together(run(together, *inputs), inputs)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_nan_and_infinity_together(run, dim):
+    inputs = unbalanced(tokens=260, dim=dim)
+    for x in inputs:
+        x[0, 3, 0, 2] = np.nan
+        x[0, 130, 0, 7] = -np.inf
+        x[0, 131, 1, [0, 9]] = np.inf
+        x[0, 259, 1] = np.nan
+    assert_same_together(run(together, *inputs), inputs)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+def test_extremes_together(run, dtype):
+    info = ml_dtypes.finfo(dtype)
+    for extreme in (info.max, info.smallest_normal, 0):
+        inputs = unbalanced(dim=128, dtype=dtype, heads=(2, 2))
+        for x in inputs:
+            x[:, ::2] = extreme
+            x[:, ::4, :, ::2] *= -1
+        for y in run(together, *inputs):
+            assert np.isfinite(np.asarray(y.values, np.float32)).all()
+            assert np.isfinite(np.asarray(y.descale)).all()
+            assert (np.asarray(y.descale) > 0).all()
+
+
+def test_a_mean_far_from_zero(run):
+    """Squares about the mean are not lost under its own."""
+    inputs = unbalanced(dtype=F32, tokens=500)
+    inputs[1] += np.float32(300)
+    # The mean's last bit is what differs.
+    assert_same_together(run(together, *inputs), inputs, rtol=1e-4)
+
+
+def test_together_mapped(run):
+    inputs = [np.stack([x, x * 2]) for x in unbalanced(dim=64, heads=(2, 1))]
+    z = run(jax.vmap(together), *inputs)
+    for i in range(2):
+        own = jax.tree.map(lambda leaf, i=i: leaf[i], z)
+        assert_same_together(own, [x[i] for x in inputs])
+
+
+@on_gpu
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_several_rounds_of_blocks_together(gpu, precision):
+    inputs = unbalanced(tokens=5000, heads=(16, 4))
+    with jax.default_device(gpu):
+        z = jax.device_get(detached(together(*inputs, precision=precision)))
+    assert_same_together(z, inputs, precision)
+
+
+@on_gpu
+def test_users_get_the_kernels_together(gpu):
+    inputs = [jax.device_put(x, gpu) for x in unbalanced()]
+    text = jax.jit(lambda *x: detached(quantize_qkv(*x))).lower(*inputs).as_text()
+    assert text.count("custom_call @zyfa_quantize") == 6
 
 
 @on_gpu

@@ -41,7 +41,7 @@ class QuantizeArgs(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_uint64)
-            for name in ("x", "mean", "given", "values", "found")
+            for name in ("x", "mean", "weight", "given", "nan", "values", "found")
         ),
         *(
             (name, ctypes.c_int32)
@@ -161,13 +161,27 @@ def _quantize_arrays(launch: Launch) -> Arrays:
     tiles = -(-a.tokens // QUANTIZE_TILE)
     batch = launch.grid[0] // (a.heads * tiles)
     shape = batch, a.tokens, a.heads, a.head_dim
-    of_tiles = batch, a.heads, tiles
+    of_channels = batch, a.heads, a.head_dim
+    of_tiles, of_tokens = (batch, a.heads, tiles), (batch, a.heads, a.tokens)
+    dtype, step = launch.kernel.split("_")[2], launch.kernel.split("_")[4:5]
+    found, given, values = of_tiles, of_tiles, DTYPES["fp8"]
+    match step:
+        case ["tokens"]:
+            found, values = of_tokens, np.dtype(np.int8)
+        case ["blocks"]:
+            values = np.dtype(np.int8)
+        case ["channels"]:
+            given = of_channels
+        case ["measure"]:
+            found = (*of_tiles, 5, a.head_dim)
     arrays = {
-        "x": (shape, DTYPES[launch.kernel.split("_")[2]], False),
-        "mean": ((batch, a.heads, a.head_dim), f32, False),
-        "given": (of_tiles, f32, False),
-        "values": (shape, DTYPES["fp8"], True),
-        "found": (of_tiles, f32, True),
+        "x": (shape, DTYPES[dtype], False),
+        "mean": (of_channels, f32, False),
+        "weight": (of_channels, f32, False),
+        "given": (given, f32, False),
+        "nan": (of_tokens, np.dtype(bool), step == ["blocks"]),
+        "values": (shape, values, True),
+        "found": (found, f32, True),
     }
     return {name: array for name, array in arrays.items() if getattr(a, name)}
 

@@ -404,7 +404,7 @@ def other(struct, **changes):
 @pytest.mark.parametrize(
     ("operands", "results", "step", "message"),
     [
-        ([X], [VALUES, FOUND], "neither", "step must be find, round or both, got nei"),
+        ([X], [VALUES, FOUND], "neither", "step must be one of find, round, both, got"),
         ([X], [VALUES], "both", "wrong number of operands or results"),
         ([X], [VALUES], "round", "wrong number of operands or results"),
         ([X, MEAN, MEAN], [FOUND], "find", "wrong number of operands or results"),
@@ -427,11 +427,13 @@ def test_the_handler_checks_what_it_is_given(hip, operands, results, step, messa
     target: Any = _ffi.target("cpu", "rocm", _ffi.QUANTIZE_TARGET)
     call = jax.ffi.ffi_call(target, results)
     arrays = [np.zeros(x.shape, x.dtype) for x in operands]
+    flags = dict.fromkeys(("center", "weigh", "rotate"), np.bool_(False))
+    flags["center"] = np.bool_(len(operands) > (2 if step == "round" else 1))
     with pytest.raises(
         (jax.errors.JaxRuntimeError, ValueError),
         match=f"(?s)INVALID_ARGUMENT.*zyfa_quantize: .*{message}",
     ):
-        jax.block_until_ready(call(*arrays, step=step, rotate=np.bool_(False)))
+        jax.block_until_ready(call(*arrays, step=step, **flags))
 
 
 def test_the_handler_may_be_captured_in_a_command_buffer(xla):

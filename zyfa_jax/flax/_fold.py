@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from .._quantize import balance
-from .._quantize_primitive import rotated
+from .._quantize_numerics import balance_of, mean_over_tokens, rotated
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -77,7 +76,7 @@ def exponents(
 ) -> tuple[Int[Array, "h d"], Int[Array, "k d"]]:
     """By which powers of two to multiply the first channels of queries and of keys."""
     q, k = (x.reshape(1, -1, *x.shape[-2:])[..., :channels] for x in (q, k))
-    of_q = balance(q, k)[0, 0]
+    of_q = balance_of(q, k, mean_over_tokens(k))[0]
     return jnp.repeat(of_q, q.shape[2] // k.shape[2], axis=0), -of_q
 
 

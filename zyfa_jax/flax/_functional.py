@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import _attention
 from .._quantize import quantize, quantize_qkv
-from .._quantize_primitive import rotated as hadamard
+from .._quantize_numerics import rotated as hadamard
 from . import rope
 
 if TYPE_CHECKING:

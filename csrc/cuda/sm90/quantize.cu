@@ -1,6 +1,8 @@
 // The quantisation kernels for Hopper: for each element type, by the largest
 // head dim of rows that are not rotated or by Hadamard matrices of up to 64;
-// and for the head dims 128 and 256 rotated whole. And those that measure.
+// and for the head dims 128 and 256 rotated whole. To FP8, by descales of tiles
+// or of channels; to int8, by descales of tokens or of tiles. And those that
+// measure.
 
 #include "csrc/cuda/sm90/quantize.h"
 
@@ -12,48 +14,68 @@ constexpr int QuantizeBlocks(int held) {
   return held <= 16 ? 3 : held <= 32 ? 2 : 1;
 }
 
+// Registers that a thread holds its part of a tile in. Where it is of float32
+// and rotated, there is the part as loaded beside the first that is rotated.
+template <class Type>
+constexpr int HeldRegisters(int dim, bool rotates) {
+  if (rotates) return dim / 4 + (Type::kBytes == 4 ? kChunk : 0);
+  return dim / 4 * Type::kBytes / 4;
+}
+
+constexpr int QuantizeSlots(int dim, int chunks) {
+  return gpu::kQuantizeTokens / cuda::QuantizeRows(dim, chunks);
+}
+
 }  // namespace zyfa::sm90
 
-#define ZYFA_QUANTIZE(name, Type, dim, chunks, rotates)                     \
-  extern "C" __global__ void __launch_bounds__(                             \
-      zyfa::cuda::kMaxQuantizeThreads,                                      \
-      zyfa::sm90::QuantizeBlocks(                                           \
-          (dim) / 4 * ((rotates) ? 4 : zyfa::sm90::Type::kBytes) / 4))      \
-      zyfa_quantize_##name(                                                 \
-          const __grid_constant__ zyfa::gpu::QuantizeArgs args) {           \
-    constexpr int kSlots =                                                  \
-        zyfa::gpu::kQuantizeTokens / zyfa::cuda::QuantizeRows(dim, chunks); \
-    zyfa::sm90::Quantize<zyfa::sm90::Type, kSlots, chunks, rotates>(args);  \
+#define ZYFA_KERNEL(name, held)                                          \
+  extern "C" __global__ void __launch_bounds__(                          \
+      zyfa::cuda::kMaxQuantizeThreads, zyfa::sm90::QuantizeBlocks(held)) \
+      zyfa_quantize_##name(                                              \
+          const __grid_constant__ zyfa::gpu::QuantizeArgs args)
+
+// What is not rotated. Some hold more than their numbers.
+#define ZYFA_QUANTIZE_PLAIN(name, Type, dim)                       \
+  ZYFA_KERNEL(name, zyfa::sm90::HeldRegisters<Type>(dim, false)) { \
+    constexpr int kSlots = zyfa::sm90::QuantizeSlots(dim, 1);      \
+    zyfa::sm90::Quantize<Type, kSlots, 1, false>(args);            \
+  }                                                                \
+  ZYFA_KERNEL(name##_channels,                                     \
+              16 + zyfa::sm90::HeldRegisters<Type>(dim, false)) {  \
+    constexpr int kSlots = zyfa::sm90::QuantizeSlots(dim, 1);      \
+    zyfa::sm90::QuantizeChannels<Type, kSlots>(args);              \
+  }                                                                \
+  ZYFA_KERNEL(name##_measure,                                      \
+              16 + zyfa::sm90::HeldRegisters<Type>(dim, false)) {  \
+    constexpr int kSlots = zyfa::sm90::QuantizeSlots(dim, 1);      \
+    zyfa::sm90::Measure<Type, kSlots>(args);                       \
   }
 
-#define ZYFA_QUANTIZE_TYPE(name, Type)                        \
-  ZYFA_QUANTIZE(name##_128, Type, 128, 1, false)              \
-  ZYFA_QUANTIZE(name##_256, Type, 256, 1, false)              \
-  ZYFA_QUANTIZE(name##_128_rotated, Type, 128, 1, true)       \
-  ZYFA_QUANTIZE(name##_256_rotated, Type, 256, 1, true)       \
-  ZYFA_QUANTIZE(name##_128_rotated_whole, Type, 128, 2, true) \
-  ZYFA_QUANTIZE(name##_256_rotated_whole, Type, 256, 4, true)
-
-#define ZYFA_MEASURE(name, Type, dim)                                       \
-  extern "C" __global__ void __launch_bounds__(                             \
-      zyfa::cuda::kMaxQuantizeThreads,                                      \
-      zyfa::sm90::QuantizeBlocks(16 +                                       \
-                                 (dim) / 4 * zyfa::sm90::Type::kBytes / 4)) \
-      zyfa_quantize_##name##_measure(                                       \
-          const __grid_constant__ zyfa::gpu::QuantizeArgs args) {           \
-    constexpr int kSlots =                                                  \
-        zyfa::gpu::kQuantizeTokens / zyfa::cuda::QuantizeRows(dim, 1);      \
-    zyfa::sm90::Measure<zyfa::sm90::Type, kSlots>(args);                    \
+#define ZYFA_QUANTIZE_ROTATED(name, tail, Type, dim, chunks)       \
+  ZYFA_KERNEL(name##_rotated##tail,                                \
+              zyfa::sm90::HeldRegisters<Type>(dim, true)) {        \
+    constexpr int kSlots = zyfa::sm90::QuantizeSlots(dim, chunks); \
+    zyfa::sm90::Quantize<Type, kSlots, chunks, true>(args);        \
+  }                                                                \
+  ZYFA_KERNEL(name##_tokens##tail,                                 \
+              zyfa::sm90::HeldRegisters<Type>(dim, true)) {        \
+    constexpr int kSlots = zyfa::sm90::QuantizeSlots(dim, chunks); \
+    zyfa::sm90::QuantizeInt8<Type, kSlots, chunks, true>(args);    \
+  }                                                                \
+  ZYFA_KERNEL(name##_blocks##tail,                                 \
+              zyfa::sm90::HeldRegisters<Type>(dim, true)) {        \
+    constexpr int kSlots = zyfa::sm90::QuantizeSlots(dim, chunks); \
+    zyfa::sm90::QuantizeInt8<Type, kSlots, chunks, false>(args);   \
   }
 
-#define ZYFA_MEASURE_TYPE(name, Type) \
-  ZYFA_MEASURE(name##_128, Type, 128) \
-  ZYFA_MEASURE(name##_256, Type, 256)
+#define ZYFA_QUANTIZE_TYPE(name, Type)                    \
+  ZYFA_QUANTIZE_PLAIN(name##_128, Type, 128)              \
+  ZYFA_QUANTIZE_PLAIN(name##_256, Type, 256)              \
+  ZYFA_QUANTIZE_ROTATED(name##_128, , Type, 128, 1)       \
+  ZYFA_QUANTIZE_ROTATED(name##_256, , Type, 256, 1)       \
+  ZYFA_QUANTIZE_ROTATED(name##_128, _whole, Type, 128, 2) \
+  ZYFA_QUANTIZE_ROTATED(name##_256, _whole, Type, 256, 4)
 
-ZYFA_MEASURE_TYPE(bf16, FromBF16)
-ZYFA_MEASURE_TYPE(f16, FromF16)
-ZYFA_MEASURE_TYPE(f32, FromF32)
-
-ZYFA_QUANTIZE_TYPE(bf16, FromBF16)
-ZYFA_QUANTIZE_TYPE(f16, FromF16)
-ZYFA_QUANTIZE_TYPE(f32, FromF32)
+ZYFA_QUANTIZE_TYPE(bf16, zyfa::sm90::FromBF16)
+ZYFA_QUANTIZE_TYPE(f16, zyfa::sm90::FromF16)
+ZYFA_QUANTIZE_TYPE(f32, zyfa::sm90::FromF32)

@@ -1,5 +1,5 @@
-// FP8 quantisation for Hopper: a block takes 128 tokens of one head, and holds
-// them in registers from the one load of them to the one store.
+// Quantisation for Hopper, to FP8 and to int8: a block takes 128 tokens of one
+// head, and holds them in registers from the one load of them to the one store.
 //
 // A row (a token of the head) is cut into parts of eight elements, 16 bytes of
 // the two-byte types: consecutive threads hold consecutive parts of consecutive
@@ -9,8 +9,8 @@
 // eight chunks apart. Butterflies within a lane come first, then those between
 // lanes.
 //
-// All loads of a thread start before the first is used. Blocks that round after
-// others have found descales come in the reverse order: what those read last
+// All loads of a thread start before the first is used. Blocks that read again
+// what others have just read come in the reverse order: what those read last
 // may still be in the L2 cache.
 //
 // NaN, infinities, and numbers so large that a sum of them overflows, all leave
@@ -34,6 +34,7 @@ using gpu::QuantizeArgs;
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr float kInverseFp8Max = 1.0f / 448.0f;
+constexpr float kInt8Max = 127.0f;
 constexpr float kSmallestNormal = 0x1p-126f;
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 constexpr float kGuardAbove = 0x1p64f;
@@ -96,19 +97,48 @@ ZYFA_DEVICE float WarpMaximum(float x) {
   return __uint_as_float(__reduce_max_sync(kAllLanes, __float_as_uint(x)));
 }
 
+// The descale of numbers up to `largest`. One below the normal range could be
+// flushed to zero.
+ZYFA_DEVICE float DescaleOf(float largest, float inverse_max) {
+  return fmaxf(largest * inverse_max, kSmallestNormal);
+}
+
+// A small number plus this is rounded to an integer, and has it as its lowest
+// bits.
+constexpr float kByteFrame = 0x1.8p23f;
+
 ZYFA_DEVICE void Butterfly(float& a, float& b) {
   const float sum = a + b;
   b = a - b;
   a = sum;
 }
 
-// y / descale, the sign of zeros included. The first quotient is within two
-// units of the last place; its remainder is exact, and corrects it.
-ZYFA_DEVICE float Quotient(float y, float descale, float inverse) {
-  const float quotient = y * inverse;
-  const float excess = __fmaf_rn(quotient, descale, -y);
-  return __fmaf_rn(-excess, inverse, quotient);
-}
+// What to divide by, of numbers times `factor`, on the way to FP8.
+struct Divisor {
+  // Infinities become the largest FP8 number, to which this rounds; that number
+  // times the largest descale would overflow.
+  static constexpr float kAlmostMax = 447.0f;
+
+  // Below that, remainders of the division could be too small for float32.
+  ZYFA_DEVICE explicit Divisor(float by)
+      : factor(by < 0x1p-60f ? 0x1p64f : 1.0f),
+        descale(by * factor),
+        inverse(1.0f / descale) {}
+
+  // The sign of zeros included. The first quotient is within two units of the
+  // last place; its remainder is exact, and corrects it.
+  ZYFA_DEVICE float Divide(float y) const {
+    const float limit = kAlmostMax * descale;
+    const float clamped = Maximum(Minimum(y, limit), -limit);
+    const float quotient = clamped * inverse;
+    const float excess = __fmaf_rn(quotient, descale, -clamped);
+    return __fmaf_rn(-excess, inverse, quotient);
+  }
+
+  float factor;
+  float descale;
+  float inverse;
+};
 
 // ---- The warp's share of the tile
 
@@ -120,7 +150,8 @@ class WarpTile {
                        int valid_tokens, int64_t head)
       : x_(static_cast<const char*>(args.x) + first_element * Type::kBytes),
         values_(static_cast<char*>(args.values) + first_element),
-        hadamard_(args.hadamard) {
+        hadamard_(kWhole ? kChunks * gpu::kRotatedLanes * kChunk
+                         : args.hadamard) {
     constexpr int kRows = gpu::kQuantizeTokens / kSlots;
     const uint32_t parts = args.head_dim / (kChunk * kChunks);
     const uint32_t row =
@@ -132,10 +163,13 @@ class WarpTile {
     step_ = kRows * token;
     // The last warp may have threads beyond the step's last row.
     valid_ = row_ < kRows ? valid_tokens - row_ : 0;
-    mean_ = args.mean == nullptr ? nullptr : args.mean + head * args.head_dim;
+    const int64_t channels = head * args.head_dim;
+    mean_ = args.mean == nullptr ? nullptr : args.mean + channels;
+    weight_ = args.weight == nullptr ? nullptr : args.weight + channels;
   }
 
-  // Loads, subtracts the mean and rotates, all of it times `guard`.
+  // Loads; subtracts the mean, multiplies by the weight and rotates, all of it
+  // times `guard`.
   ZYFA_DEVICE void Load(float guard, uint64_t policy) {
     guard_ = guard;
     uint4 raw[kSlots][kChunks][kVectors];
@@ -146,17 +180,16 @@ class WarpTile {
     }
 #pragma unroll
     for (int j = 0; j < kChunks; ++j) {
-      Chunk mean;
-      if (kRotates && mean_ != nullptr) LoadMean(j, mean);
 #pragma unroll
       for (int i = 0; i < kSlots; ++i) {
         if constexpr (kRotates) {
-          Widen(raw[i][j], mean, held_[i][j]);
+          Type::Widen(raw[i][j], held_[i][j]);
         } else {
 #pragma unroll
           for (int k = 0; k < kVectors; ++k) held_[i][j][k] = raw[i][j][k];
         }
       }
+      if constexpr (kRotates) Prepare(j);
     }
     if constexpr (kRotates) {
 #pragma unroll
@@ -181,29 +214,160 @@ class WarpTile {
     return WarpMaximum(largest) * Norm();
   }
 
-  // Of the lane's rows: see gpu::kStatistics.
-  ZYFA_DEVICE void Measure(
-      float (&statistics)[gpu::kStatistics][kChunk]) const {
-    Chunk& sum = statistics[0];
-    Chunk& count = statistics[1];
-    Chunk& high = statistics[2];
-    Chunk& low = statistics[3];
+  // The largest magnitude of each row's part, NaN if any is.
+  ZYFA_DEVICE void LargestOfRows(float (&of_row)[kSlots]) const {
+#pragma unroll
+    for (float& largest : of_row) largest = 0.0f;
+    ForEach([&](int i, int, const Chunk& y) {
+#pragma unroll
+      for (const float value : y) of_row[i] = Maximum(of_row[i], fabsf(value));
+    });
+  }
+
+  ZYFA_DEVICE void LargestFiniteOfRows(float (&of_row)[kSlots]) const {
+#pragma unroll
+    for (float& largest : of_row) largest = 0.0f;
+    ForEach([&](int i, int, const Chunk& y) { IncludeFinite(y, of_row[i]); });
+  }
+
+  // From the largest of each row's part to that of the row, the rotation's
+  // factor included. All threads of the block call this.
+  ZYFA_DEVICE void OverRows(float (&of_row)[kSlots],
+                            uint32_t (&shared)[gpu::kQuantizeTokens]) const {
+#pragma unroll
+    for (int bit = 0; bit < 3; ++bit) {
+      if (!Crosses(bit)) continue;
+#pragma unroll
+      for (float& largest : of_row) {
+        const float other = __shfl_xor_sync(kAllLanes, largest, 1 << bit);
+        largest = fmaxf(largest, other);
+      }
+    }
+    if constexpr (!kWhole) {
+      // A row may be of several warps.
+      for (int i = static_cast<int>(threadIdx.x); i < gpu::kQuantizeTokens;
+           i += static_cast<int>(blockDim.x)) {
+        shared[i] = 0;
+      }
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < kSlots; ++i) {
+        if (!IsValid(i)) continue;
+        atomicMax(&shared[TokenOf(i)], __float_as_uint(of_row[i]));
+      }
+      __syncthreads();
+    }
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) {
+      if (!kWhole && IsValid(i)) {
+        of_row[i] = __uint_as_float(shared[TokenOf(i)]);
+      }
+      of_row[i] *= Norm();
+    }
+  }
+
+  // use(slot, token of the tile) for each of the lane's rows.
+  template <class Use>
+  ZYFA_DEVICE void ForRows(const Use& use) const {
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) {
+      if (IsValid(i)) use(i, TokenOf(i));
+    }
+  }
+
+  // use(token of the tile) for those of which the lane has a part with NaN.
+  template <class Use>
+  ZYFA_DEVICE void ForNaN(const Use& use) const {
+#pragma unroll 1
+    for (int i = 0; i < kSlots; ++i) {
+      bool nan = false;
+#pragma unroll 1
+      for (int j = 0; j < kChunks; ++j) {
+        uint4 raw[kVectors];
+        Chunk x;
+        LoadChunk(i, j, KeepPolicy(), raw);
+        Type::Widen(raw, x);
+#pragma unroll
+        for (const float value : x) nan |= value != value;
+      }
+      if (nan) use(TokenOf(i));
+    }
+  }
+
+  // Of the lane's rows, for each channel: the sum, times gpu::kSumScale, of the
+  // distances from `origin`, and that of their squares, which is not finite if
+  // a number is not.
+  ZYFA_DEVICE void Sums(const Chunk& origin, Chunk& sum, Chunk& squares) {
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) sum[k] = squares[k] = 0.0f;
+    ForEach([&](int, int, const Chunk& y) {
+#pragma unroll
+      for (int k = 0; k < kChunk; ++k) {
+        const float distance = y[k] - origin[k];
+        sum[k] += distance;
+        squares[k] = __fmaf_rn(distance, distance, squares[k]);
+      }
+    });
+#pragma unroll
+    for (float& x : sum) x *= gpu::kSumScale;
+    Pin();
+  }
+
+  // The same of finite numbers alone, which may be so large that a sum needs
+  // its scale from the first.
+  ZYFA_DEVICE void FiniteSums(const Chunk& origin, Chunk& sum,
+                              Chunk& squares) const {
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) sum[k] = squares[k] = 0.0f;
+    ForEach([&](int, int, const Chunk& y) {
+#pragma unroll
+      for (int k = 0; k < kChunk; ++k) {
+        if (!IsFinite(y[k])) continue;
+        const float distance = y[k] - origin[k];
+        sum[k] += __fmaf_rn(y[k], gpu::kSumScale, -gpu::kSumScale * origin[k]);
+        squares[k] = __fmaf_rn(distance, distance, squares[k]);
+      }
+    });
+  }
+
+  // How many are finite.
+  ZYFA_DEVICE void Count(Chunk& count) const {
+#pragma unroll
+    for (float& x : count) x = 0.0f;
+    ForEach([&](int, int, const Chunk& y) {
+#pragma unroll
+      for (int k = 0; k < kChunk; ++k) count[k] += IsFinite(y[k]) ? 1.0f : 0.0f;
+    });
+  }
+
+  // The largest and the smallest, of finite numbers alone if not all are.
+  ZYFA_DEVICE void Extremes(bool finite, Chunk& high, Chunk& low) const {
 #pragma unroll
     for (int k = 0; k < kChunk; ++k) {
-      sum[k] = count[k] = 0.0f;
       high[k] = __uint_as_float(kInfinityBits | 0x80000000u);
       low[k] = __uint_as_float(kInfinityBits);
     }
     ForEach([&](int, int, const Chunk& y) {
 #pragma unroll
       for (int k = 0; k < kChunk; ++k) {
-        if (!IsFinite(y[k])) continue;
-        sum[k] = __fmaf_rn(y[k], gpu::kSumScale, sum[k]);
-        count[k] += 1.0f;
+        if (!finite && !IsFinite(y[k])) continue;
         high[k] = fmaxf(high[k], y[k]);
         low[k] = fminf(low[k], y[k]);
       }
     });
+  }
+
+  // A number of each channel that is not far from the tile's, and finite.
+  ZYFA_DEVICE void Origin(Chunk& origin) const {
+    uint4 raw[kVectors];
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const char* from = x_ + channel_ * Type::kBytes + k * 16;
+      raw[k] = LoadIf(true, from, KeepPolicy());
+    }
+    Type::Widen(raw, origin);
+#pragma unroll
+    for (float& x : origin) x = IsFinite(x) ? x : 0.0f;
   }
 
   ZYFA_DEVICE int row() const { return row_; }
@@ -232,33 +396,70 @@ class WarpTile {
 
   // Divides by the descale, rounds and stores.
   ZYFA_DEVICE void Store(float descale) const {
-    // Infinities become the largest FP8 number, to which this rounds; that
-    // number times the largest descale would overflow.
-    constexpr float kAlmostMax = 447.0f;
-    // Below this, remainders of the division could be too small for float32.
-    const float factor = descale < 0x1p-60f ? 0x1p64f : 1.0f;
-    descale *= factor;
-    const float limit = kAlmostMax * descale;
-    const float scale = Norm() * factor;
-    const float inverse = 1.0f / descale;
+    const Divisor by(descale);
+    const float scale = Norm() * by.factor;
     ForEach([&](int i, int j, const Chunk& y) {
-      float quotients[kChunk];
+      Chunk quotients;
+#pragma unroll
+      for (int k = 0; k < kChunk; ++k) quotients[k] = by.Divide(y[k] * scale);
+      StoreE4m3(i, j, quotients);
+    });
+  }
+
+  // The same with a descale for each channel; tokens of which `nan` is not 0
+  // become NaN.
+  ZYFA_DEVICE void StoreByChannel(const float* descales,
+                                  const uint8_t* nan) const {
+    Chunk descale;
+    LoadFloats(descales + channel_, descale);
+    bool marked[kSlots] = {};
+    ForRows([&](int i, int token) { marked[i] = __ldg(nan + token) != 0; });
+    ForEach([&](int i, int j, const Chunk& y) {
+      Chunk quotients;
 #pragma unroll
       for (int k = 0; k < kChunk; ++k) {
-        const float clamped = Maximum(Minimum(y[k] * scale, limit), -limit);
-        quotients[k] = Quotient(clamped, descale, inverse);
+        const Divisor by(descale[k]);
+        const float quotient = by.Divide(y[k] * by.factor);
+        quotients[k] = marked[i] ? __uint_as_float(0x7fffffffu) : quotient;
       }
-      const uint2 codes = {PackE4m3(quotients[0], quotients[1]) |
-                               PackE4m3(quotients[2], quotients[3]) << 16,
-                           PackE4m3(quotients[4], quotients[5]) |
-                               PackE4m3(quotients[6], quotients[7]) << 16};
-      *reinterpret_cast<uint2*>(values_ + ElementOf(i, j)) = codes;
+      StoreE4m3(i, j, quotients);
     });
+  }
+
+  // Multiplies each row by its number, rounds to int8 and stores.
+  template <bool kFinite>
+  ZYFA_DEVICE void StoreInt8(const float (&inverse)[kSlots]) const {
+    ForEach([&](int i, int j, const Chunk& y) {
+      uint32_t codes[kChunk];
+#pragma unroll
+      for (int k = 0; k < kChunk; ++k) {
+        if constexpr (kFinite) {
+          // Rounded once, to the frame's integers.
+          const float framed = __fmaf_rn(y[k], inverse[i], kByteFrame);
+          codes[k] = __float_as_uint(framed);
+        } else {
+          const float number = y[k] == y[k] ? y[k] * inverse[i] : 0.0f;
+          const float clamped = fmaxf(fminf(number, kInt8Max), -kInt8Max);
+          codes[k] = __float_as_uint(clamped + kByteFrame);
+        }
+      }
+      const uint2 bytes = {LowBytes(codes[0], codes[1], codes[2], codes[3]),
+                           LowBytes(codes[4], codes[5], codes[6], codes[7])};
+      *reinterpret_cast<uint2*>(values_ + ElementOf(i, j)) = bytes;
+    });
+  }
+
+  // What makes the rotation orthonormal: what is held lacks it.
+  ZYFA_DEVICE float Norm() const {
+    return kRotates ? 1.0f / sqrtf(static_cast<float>(hadamard_)) : 1.0f;
   }
 
  private:
   static constexpr int kVectors = kChunk * Type::kBytes / 16;
   static constexpr int kChunkStride = gpu::kRotatedLanes * kChunk;
+
+  // Whether eight lanes hold a row.
+  static constexpr bool kWhole = kChunks > 1;
 
   // Numbers as they came; or rotated ones, which take longer to make again.
   using Held = std::conditional_t<kRotates, Chunk, uint4[kVectors]>;
@@ -287,6 +488,10 @@ class WarpTile {
     return i * (gpu::kQuantizeTokens / kSlots) < valid_;
   }
 
+  ZYFA_DEVICE int TokenOf(int i) const {
+    return row_ + i * (gpu::kQuantizeTokens / kSlots);
+  }
+
   ZYFA_DEVICE int64_t ElementOf(int i, int j) const {
     return element_ + i * step_ + j * kChunkStride;
   }
@@ -301,11 +506,47 @@ class WarpTile {
   }
 
   // From the first-level cache each time, for want of registers.
-  ZYFA_DEVICE void LoadMean(int j, Chunk& mean) const {
-    const float* from = mean_ + channel_ + j * kChunkStride;
+  static ZYFA_DEVICE float4 LoadFour(const float* from) {
+    const uint4 raw = LoadIf(true, from, KeepPolicy());
+    return {__uint_as_float(raw.x), __uint_as_float(raw.y),
+            __uint_as_float(raw.z), __uint_as_float(raw.w)};
+  }
+  static ZYFA_DEVICE void LoadFloats(const float* from, Chunk& x) {
     const uint4 raw[] = {LoadIf(true, from, KeepPolicy()),
                          LoadIf(true, from + 4, KeepPolicy())};
-    FromF32::Widen(raw, mean);
+    FromF32::Widen(raw, x);
+  }
+  ZYFA_DEVICE void LoadMean(int j, Chunk& mean) const {
+    LoadFloats(mean_ + channel_ + j * kChunkStride, mean);
+  }
+
+  // Subtracts the mean, and multiplies by weight and guard. These are powers of
+  // two, so that one rounding remains. Four channels at a time, for want of
+  // registers.
+  ZYFA_DEVICE void Prepare(int j) {
+#pragma unroll
+    for (int half = 0; half < kChunk; half += 4) {
+      const int channel = channel_ + j * kChunkStride + half;
+      float4 scale = {guard_, guard_, guard_, guard_};
+      float4 shift = {-0.0f, -0.0f, -0.0f, -0.0f};
+      if (weight_ != nullptr) {
+        const float4 x = LoadFour(weight_ + channel);
+        scale = {guard_ * x.x, guard_ * x.y, guard_ * x.z, guard_ * x.w};
+      }
+      if (mean_ != nullptr) {
+        const float4 x = LoadFour(mean_ + channel);
+        shift = {-scale.x * x.x, -scale.y * x.y, -scale.z * x.z,
+                 -scale.w * x.w};
+      }
+#pragma unroll
+      for (auto& part : held_) {
+        float* y = &part[j][half];
+        y[0] = __fmaf_rn(y[0], scale.x, shift.x);
+        y[1] = __fmaf_rn(y[1], scale.y, shift.y);
+        y[2] = __fmaf_rn(y[2], scale.z, shift.z);
+        y[3] = __fmaf_rn(y[3], scale.w, shift.w);
+      }
+    }
   }
 
   ZYFA_DEVICE void Widen(const uint4 (&raw)[kVectors], const Chunk& mean,
@@ -316,10 +557,19 @@ class WarpTile {
       for (int k = 0; k < kChunk; ++k) {
         y[k] = __fmaf_rn(-mean[k], guard_, y[k] * guard_);
       }
-    } else if (kRotates && guard_ != 1.0f) {
-#pragma unroll
-      for (float& value : y) value *= guard_;
     }
+  }
+
+  ZYFA_DEVICE void StoreE4m3(int i, int j, const Chunk& y) const {
+    const uint2 codes = {PackE4m3(y[0], y[1]) | PackE4m3(y[2], y[3]) << 16,
+                         PackE4m3(y[4], y[5]) | PackE4m3(y[6], y[7]) << 16};
+    *reinterpret_cast<uint2*>(values_ + ElementOf(i, j)) = codes;
+  }
+
+  static ZYFA_DEVICE uint32_t LowBytes(uint32_t a, uint32_t b, uint32_t c,
+                                       uint32_t d) {
+    return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040),
+                       0x5410);
   }
 
   // use(slot, chunk, y) for each chunk of the tokens that are there.
@@ -340,11 +590,6 @@ class WarpTile {
         }
       }
     }
-  }
-
-  // What makes the rotation orthonormal: what is held lacks it.
-  ZYFA_DEVICE float Norm() const {
-    return kRotates ? 1.0f / sqrtf(static_cast<float>(hadamard_)) : 1.0f;
   }
 
   // Whether the matrix is so large that it joins lanes by that bit.
@@ -392,12 +637,13 @@ class WarpTile {
   const char* const x_;  // of the tile
   char* const values_;   // of the tile
   const int hadamard_;
-  const float* mean_;  // of the head; null: zeros
-  int row_;            // the lane's, of a step
-  int channel_;        // the lane's first
-  int element_;        // of the tile, the lane's first
-  int step_;           // elements from slot to slot
-  int valid_;          // tokens from the lane's first row to the last
+  const float* mean_;    // of the head; null: zeros
+  const float* weight_;  // of the head; null: ones
+  int row_;              // the lane's, of a step
+  int channel_;          // the lane's first
+  int element_;          // of the tile, the lane's first
+  int step_;             // elements from slot to slot
+  int valid_;            // tokens from the lane's first row to the last
   float guard_;
   Held held_[kSlots][kChunks];
 };
@@ -418,8 +664,11 @@ struct Tile {
   ZYFA_DEVICE explicit Tile(const QuantizeArgs& args) {
     const auto tiles = static_cast<uint32_t>(gpu::QuantizeTiles(args.tokens));
     const auto heads = static_cast<uint32_t>(args.heads);
+    // What others have measured or found is given, mean and weight or descales.
+    const bool prepares = args.mean != nullptr || args.weight != nullptr;
+    const bool reads_again = prepares != (args.given != nullptr);
     const uint32_t block =
-        args.given == nullptr ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
+        reads_again ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const uint32_t head_of_batch = block % heads;
     const uint32_t tile = block / heads % tiles;
     const uint32_t batch = block / heads / tiles;
@@ -427,15 +676,53 @@ struct Tile {
     const int64_t token = int64_t{batch} * args.tokens + first_token;
     head = int64_t{batch} * heads + head_of_batch;
     index = head * tiles + tile;
+    token_index = head * args.tokens + first_token;
     first_element = (token * heads + head_of_batch) * args.head_dim;
     valid_tokens = min(args.tokens - first_token, gpu::kQuantizeTokens);
   }
 
-  int64_t head;   // of all batches
-  int64_t index;  // of all heads' tiles
+  int64_t head;         // of all batches
+  int64_t index;        // of all heads' tiles
+  int64_t token_index;  // of all heads' tokens, the tile's first
   int64_t first_element;
   int valid_tokens;
 };
+
+// Arguments of which the compiler knows that numbers are taken as they are.
+ZYFA_DEVICE QuantizeArgs Unprepared(QuantizeArgs args) {
+  args.mean = args.weight = nullptr;
+  return args;
+}
+
+// Loads times a guard under which no sum overflows, and returns it. `largest`
+// becomes largest_of(), which is NaN or infinite if a number is.
+template <class Warp, class LargestOf>
+ZYFA_DEVICE float LoadGuarded(Warp& warp, uint64_t policy, bool overflows,
+                              const LargestOf& largest_of, float& largest) {
+  float guard = 1.0f;
+#pragma unroll 1
+  for (;;) {
+    warp.Load(guard, policy);
+    largest = largest_of();
+    if (IsFinite(largest) || !overflows || guard != 1.0f) return guard;
+    guard = warp.Guard();
+    if (guard == 1.0f) return guard;
+  }
+}
+
+// The tile's descale from the warps' largest finite magnitudes, each times the
+// warp's guard; thread 0 stores it.
+ZYFA_DEVICE float FindDescale(const QuantizeArgs& args, const Tile& tile,
+                              float largest, float inverse_max, float guard) {
+  // Rounding keeps the order: the largest of the descales is the descale of the
+  // largest.
+  const float of_warp =
+      largest == 0.0f ? 0.0f : DescaleOf(largest, inverse_max) / guard;
+  const float of_tile = BlockMaximum(of_warp);
+  const float descale = of_tile == 0.0f ? args.zero_descale : of_tile;
+  if (threadIdx.x == 0) args.found[tile.index] = descale;
+  return descale;
+}
 
 template <class Type, int kSlots, int kChunks, bool kRotates>
 ZYFA_DEVICE void Quantize(const QuantizeArgs& args) {
@@ -447,74 +734,197 @@ ZYFA_DEVICE void Quantize(const QuantizeArgs& args) {
   const bool overflows = Type::kOverflows && (kRotates || args.mean != nullptr);
   const uint64_t policy =
       args.values == nullptr ? KeepPolicy() : LastUsePolicy();
-  float guard = 1.0f;
-  float largest = 0.0f;
-#pragma unroll 1
-  for (;;) {
-    warp.Load(guard, policy);
-    if (!finds && !overflows) break;
-    largest = warp.Largest();
-    if (IsFinite(largest) || !overflows || guard != 1.0f) break;
-    guard = warp.Guard();
-    if (guard == 1.0f) break;
-  }
-
+  const auto largest_of = [&] {
+    return finds || overflows ? warp.Largest() : 0.0f;
+  };
+  float largest;
+  const float guard = LoadGuarded(warp, policy, overflows, largest_of, largest);
   float descale;
   if (!finds) {
     descale = __ldg(args.given + tile.index);
   } else {
     if (!IsFinite(largest)) largest = warp.LargestFinite();
-    // Rounding keeps the order: the largest of the descales is the descale of
-    // the largest. A descale below the normal range could be flushed to zero.
-    const float of_warp =
-        largest == 0.0f
-            ? 0.0f
-            : fmaxf(largest * kInverseFp8Max, kSmallestNormal) / guard;
-    const float of_tile = BlockMaximum(of_warp);
-    descale = of_tile == 0.0f ? args.zero_descale : of_tile;
-    if (threadIdx.x == 0) args.found[tile.index] = descale;
+    descale = FindDescale(args, tile, largest, kInverseFp8Max, guard);
   }
   if (args.values == nullptr) return;
   warp.Store(descale * guard);
 }
 
-// The channels' statistics of a tile. Sums are of a thread's rows, from the
-// first to the last, and then of the threads', likewise.
+// To FP8, with a descale given for each channel.
 template <class Type, int kSlots>
-ZYFA_DEVICE void Measure(const QuantizeArgs& args) {
+ZYFA_DEVICE void QuantizeChannels(const QuantizeArgs& all_args) {
+  const QuantizeArgs args = Unprepared(all_args);
+  const Tile tile(args);
+  WarpTile<Type, kSlots, 1, false> warp(args, tile.first_element,
+                                        tile.valid_tokens, tile.head);
+  warp.Load(1.0f, LastUsePolicy());
+  warp.StoreByChannel(args.given + tile.head * args.head_dim,
+                      args.nan + tile.token_index);
+}
+
+// To int8, with a descale found for each token or for the tile. Numbers that
+// are not finite have no part in it. What int8 cannot say of NaN, the descale
+// of a token or a mark does.
+template <class Type, int kSlots, int kChunks, bool kByToken>
+ZYFA_DEVICE void QuantizeInt8(const QuantizeArgs& args) {
+  const Tile tile(args);
+  WarpTile<Type, kSlots, kChunks, true> warp(args, tile.first_element,
+                                             tile.valid_tokens, tile.head);
+  float of_row[kSlots];
+  const auto largest_of = [&] {
+    if constexpr (kByToken) {
+      warp.LargestOfRows(of_row);
+      float largest = 0.0f;
+#pragma unroll
+      for (const float x : of_row) largest = Maximum(largest, x);
+      return WarpMaximum(largest);
+    } else {
+      return warp.Largest();
+    }
+  };
+  float largest;
+  const float guard =
+      LoadGuarded(warp, LastUsePolicy(), Type::kOverflows, largest_of, largest);
+  const bool finite = IsFinite(largest);
+  constexpr float kInverseMax = 1.0f / kInt8Max;
+  float inverse[kSlots];
+  if constexpr (kByToken) {
+    __shared__ uint32_t of_rows[gpu::kQuantizeTokens];
+    float* const found = args.found + tile.token_index;
+    if (!finite) warp.LargestFiniteOfRows(of_row);
+    warp.OverRows(of_row, of_rows);
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) {
+      const bool zero = of_row[i] == 0.0f;
+      const float descale = zero ? guard : DescaleOf(of_row[i], kInverseMax);
+      inverse[i] = warp.Norm() / descale;
+      of_row[i] = descale / guard;
+    }
+    if (warp.channel() == 0) {
+      warp.ForRows([&](int i, int token) { found[token] = of_row[i]; });
+    }
+    if constexpr (kChunks > 1) {
+      __syncwarp();  // of one warp are all lanes of a row
+    } else {
+      __syncthreads();
+    }
+    if (!finite) {
+      const float nan = __uint_as_float(0x7fffffffu);
+      warp.ForNaN([&](int token) { found[token] = nan; });
+    }
+  } else {
+    uint8_t* const nan = args.nan + tile.token_index;
+    for (int i = static_cast<int>(threadIdx.x); i < tile.valid_tokens;
+         i += static_cast<int>(blockDim.x)) {
+      nan[i] = 0;
+    }
+    if (!finite) largest = warp.LargestFinite();
+    const float descale =
+        guard * FindDescale(args, tile, largest, kInverseMax, guard);
+#pragma unroll
+    for (float& x : inverse) x = warp.Norm() / descale;
+    if (!finite) warp.ForNaN([&](int token) { nan[token] = 1; });
+  }
+  if (finite) {
+    warp.template StoreInt8<true>(inverse);
+  } else {
+    warp.template StoreInt8<false>(inverse);
+  }
+}
+
+// The channels' statistics of a tile. Sums are of a thread's rows, from the
+// first to the last, and then of the threads', likewise; of distances from the
+// tile's first number, so that squares of a far mean do not hide those about
+// it.
+template <class Type, int kSlots>
+ZYFA_DEVICE void Measure(const QuantizeArgs& all_args) {
+  const QuantizeArgs args = Unprepared(all_args);
   constexpr int kRows = gpu::kQuantizeTokens / kSlots;
-  alignas(16) __shared__ float of_rows[cuda::kMaxQuantizeThreads * kChunk];
+  alignas(16) __shared__ float of_rows[2][cuda::kMaxQuantizeThreads * kChunk];
+  __shared__ float origins[gpu::kMaxQuantizeDim];
   const Tile tile(args);
   WarpTile<Type, kSlots, 1, false> warp(args, tile.first_element,
                                         tile.valid_tokens, tile.head);
   warp.Load(1.0f, KeepPolicy());
-  float statistics[gpu::kStatistics][kChunk];
-  warp.Measure(statistics);
+  Chunk origin, first, second;
+  warp.Origin(origin);
+  warp.Sums(origin, first, second);
+  bool finite = true;
+#pragma unroll
+  for (const float x : second) finite &= IsFinite(x);
+  if (!finite) warp.FiniteSums(origin, first, second);
+  if (warp.row() == 0) {
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) origins[warp.channel() + k] = origin[k];
+  }
+  const bool all_finite = __syncthreads_or(!finite) == 0;
 
-  float* const mine = of_rows + warp.row() * args.head_dim + warp.channel();
-  float* const to = args.found + tile.index * gpu::kStatistics * args.head_dim;
+  const int at = warp.row() * args.head_dim + warp.channel();
+  const auto show = [&](int which, const Chunk& x) {
+    if (warp.row() >= kRows) return;
 #pragma unroll
-  for (int i = 0; i < gpu::kStatistics; ++i) {
-    if (warp.row() < kRows) {
-#pragma unroll
-      for (int k = 0; k < kChunk; k += 4) {
-        const float* x = statistics[i] + k;
-        *reinterpret_cast<float4*>(mine + k) = {x[0], x[1], x[2], x[3]};
-      }
+    for (int k = 0; k < kChunk; k += 4) {
+      *reinterpret_cast<float4*>(&of_rows[which][at + k]) = {
+          x[k], x[k + 1], x[k + 2], x[k + 3]};
     }
+  };
+  // use(channel) by the thread of each channel, once all have shown theirs.
+  const auto for_channels = [&](const auto& use) {
     __syncthreads();
     for (int channel = static_cast<int>(threadIdx.x); channel < args.head_dim;
          channel += static_cast<int>(blockDim.x)) {
-      float all = of_rows[channel];
-#pragma unroll
-      for (int k = 1; k < kRows; ++k) {
-        const float next = of_rows[k * args.head_dim + channel];
-        all = i < 2 ? all + next : i == 2 ? fmaxf(all, next) : fminf(all, next);
-      }
-      to[i * args.head_dim + channel] = all;
+      use(channel);
     }
     __syncthreads();
+  };
+  const auto of_row = [&](int which, int row, int channel) {
+    return of_rows[which][row * args.head_dim + channel];
+  };
+  float* const to = args.found + tile.index * gpu::kStatistics * args.head_dim;
+
+  if (!all_finite) {
+    Chunk count;
+    warp.Count(count);
+    show(0, count);
+    for_channels([&](int channel) {
+      float all = 0.0f;
+#pragma unroll
+      for (int k = 0; k < kRows; ++k) all += of_row(0, k, channel);
+      to[args.head_dim + channel] = all;
+    });
   }
+  show(0, first);
+  show(1, second);
+  for_channels([&](int channel) {
+    float all = 0.0f, of_squares = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) {
+      all += of_row(0, k, channel);
+      of_squares += of_row(1, k, channel);
+    }
+    float* const numbers = to + args.head_dim + channel;
+    if (all_finite) *numbers = static_cast<float>(tile.valid_tokens);
+    const float number = *numbers;
+    to[channel] = __fmaf_rn(number * gpu::kSumScale, origins[channel], all);
+    // Less what the mean's distance from the origin adds.
+    constexpr float kScaled = 1.0f / (gpu::kSumScale * gpu::kSumScale);
+    const float excess = number == 0.0f ? 0.0f : all / number * all * kScaled;
+    to[4 * args.head_dim + channel] =
+        IsFinite(of_squares) ? fmaxf(of_squares - excess, 0.0f) : of_squares;
+  });
+  warp.Extremes(finite, first, second);
+  show(0, first);
+  show(1, second);
+  for_channels([&](int channel) {
+    float largest = of_row(0, 0, channel), smallest = of_row(1, 0, channel);
+#pragma unroll
+    for (int k = 1; k < kRows; ++k) {
+      largest = fmaxf(largest, of_row(0, k, channel));
+      smallest = fminf(smallest, of_row(1, k, channel));
+    }
+    to[2 * args.head_dim + channel] = largest;
+    to[3 * args.head_dim + channel] = smallest;
+  });
 }
 
 }  // namespace zyfa::sm90
