@@ -114,6 +114,7 @@ class Case:
         return {"scale": self.scale, "window": self.window}
 
 
+BFLOAT16 = "bfloat16, not quantized"
 TOGETHER: dict[Any, str] = {"fp8": "quantize_qkv, FP8", "int8": "quantize_qkv, INT8"}
 """Its precisions -> their names."""
 FOLDED = {
@@ -232,7 +233,7 @@ def kernel_errors(case: Case) -> Errors:
 
 
 def option_errors(case: Case) -> dict[str, float]:
-    """{quantize options: end-to-end error over all rows}."""
+    """{quantize options: end-to-end error over all rows}, bfloat16's first."""
     exact, _ = reference.attention(case.q, case.k, case.v, **case.options)
     inputs: Any = (case.q, case.k, case.v)
     quantized: dict[str, Any] = {
@@ -244,7 +245,8 @@ def option_errors(case: Case) -> dict[str, float]:
     for name, balanced in FOLDED.items():
         q, k = _folded(case.q, case.k, balanced)
         quantized[name] = zyfa_jax.quantize_qkv(q, k, case.v, rotated=True)
-    errors = {}
+    out = _bfloat16_kernel(*inputs, **case.options)
+    errors = {BFLOAT16: float(_errors(out, exact)[0])}
     for name, rounded in quantized.items():
         rounded = (x.detach() for x in rounded)
         out = _fp8_kernel(*rounded, quadratic=None, **case.options)
@@ -304,6 +306,12 @@ def _family(name: str, tokens: int, dims: tuple[int, int], seed: int) -> Case:
     return Case(
         name, *families.make(name, tokens, qk_dim=qk_dim, v_dim=v_dim, seed=seed)
     )
+
+
+@functools.partial(jax.jit, static_argnames="window")
+def _bfloat16_kernel(q, k, v, **options):
+    inputs = (x.astype(jnp.bfloat16) for x in (q, k, v))
+    return zyfa_jax.attention(*inputs, out_dtype=jnp.float32, **options)
 
 
 @functools.partial(jax.jit, static_argnames=("quadratic", "window"))

@@ -70,8 +70,8 @@ def test_the_command_prints_draws_and_reports(tmp_path, capsys):
     )
     printed = capsys.readouterr().out
     assert status == 0
-    options = [*(name for name, *_ in accuracy.OPTIONS), *accuracy.TOGETHER.values()]
-    options += accuracy.FOLDED
+    options = [accuracy.BFLOAT16, *(name for name, *_ in accuracy.OPTIONS)]
+    options += [*accuracy.TOGETHER.values(), *accuracy.FOLDED]
     for row in (*accuracy.KERNELS, accuracy.AITER, *options):
         assert row in printed
     report = json.loads(file.read_text())
