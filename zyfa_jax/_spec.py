@@ -12,6 +12,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from jax.core import Tracer
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 INT8 = np.dtype(np.int8)
@@ -69,7 +70,7 @@ class AttentionSpec:
         ):
             raise ValueError(
                 f"attention takes implementation=None or one of {IMPLEMENTATIONS}, "
-                f"not {self.implementation!r}"
+                f"not {static(self.implementation)}"
             )
         if self.out_dtype not in _OUTPUT_DTYPES:
             raise ValueError(
@@ -120,7 +121,7 @@ def canonical_window(
 ) -> tuple[int | None, int | None]:
     """(left, right) reach of a query, None where unbounded; causal caps the right."""
     if not isinstance(causal, bool | np.bool_):
-        raise ValueError(f"attention takes causal=True or False, not {causal!r}")
+        raise ValueError(f"attention takes causal=True or False, not {static(causal)}")
     if window is None:
         left, right = None, None
     elif isinstance(window, int | np.integer) and not isinstance(window, bool):
@@ -311,8 +312,16 @@ def _reach(side: Any, window: Any) -> int | None:
 def _window_error(window: Any) -> str:
     return (
         "attention takes window=None, a number of tokens, or (left, right) with None "
-        f"or -1 for an unbounded side, not {window!r}"
+        f"or -1 for an unbounded side, not {static(window)}"
     )
+
+
+def static(value: Any) -> str:
+    """What came for an argument that must be known when tracing, for an error."""
+    parts = value if isinstance(value, tuple | list) else (value,)
+    if any(isinstance(part, Tracer) for part in parts):
+        return f"{value!r}: it is static, name it in static_argnames of jax.jit"
+    return repr(value)
 
 
 def _names(dtypes: Sequence[np.dtype]) -> str:
