@@ -169,7 +169,7 @@ def test_what_the_gpu_kernels_take_is_a_custom_call(name, dims, options):
 
 @pytest.mark.parametrize(
     ("dtype", "options", "shape"),
-    [(BF16, {}, "1x128xui8"), (FP8, ONES, "513x128xui8")],
+    [(BF16, {}, "1x128xui8"), (FP8, ONES, "517x128xui8")],
     ids=str,
 )
 def test_cuda_gets_a_workspace(dtype, options, shape):

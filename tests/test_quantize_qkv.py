@@ -554,19 +554,14 @@ def test_plain_int8_needs_descales():
 
 
 @pytest.mark.parametrize("platform", ["rocm", "cuda"])
-def test_gpus_take_the_path_in_plain_jax(platform):
-    inputs = make(dims=(128, 128))
-    lowered = jax.jit(call).trace(*inputs).lower(lowering_platforms=(platform,))
-    assert "zyfa_attention" not in lowered.as_text()
-    lowered = (
-        jax.jit(functools.partial(call, precision="fp8"))
-        .trace(*inputs)
-        .lower(lowering_platforms=(platform,))
-    )
-    assert "zyfa_attention" in lowered.as_text()
-    forced = jax.jit(functools.partial(call, implementation=platform))
-    with pytest.raises(NotImplementedError, match="float8_e4m3fn, not int8"):
-        forced.trace(*inputs).lower(lowering_platforms=(platform,))
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_gpus_have_kernels_for_it(platform, precision):
+    for implementation in (None, platform):
+        of = functools.partial(call, precision=precision, implementation=implementation)
+        traced = jax.jit(of).trace(*make(dims=(128, 128)))
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert "@zyfa_attention(" in text
+        assert "@zyfa_quantize" in text
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

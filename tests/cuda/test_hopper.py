@@ -1,6 +1,7 @@
 """The attention kernels on a Hopper GPU, through JAX: `pytest -m cuda`."""
 
 import concurrent.futures
+import dataclasses
 import functools
 import os
 import subprocess
@@ -17,13 +18,14 @@ from jax.sharding import Mesh, PartitionSpec
 import zyfa_jax
 from benchmarks import families
 from benchmarks.shapes import DEEPSEEK_V2_LITE, MISTRAL_7B
-from zyfa_jax import Quantized, quantize, reference
+from zyfa_jax import Quantized, quantize, quantize_qkv, reference
 from zyfa_jax.__main__ import main
 
 pytestmark = pytest.mark.cuda
 
 DIMS = [MISTRAL_7B.head_dims, DEEPSEEK_V2_LITE.head_dims]
-DTYPES = [BF16, F16, FP8]
+INT8 = np.dtype(np.int8)
+DTYPES = [BF16, F16, FP8, INT8]
 # Relative to the oracle on the same inputs, in bfloat16 output.
 BOUNDS = {BF16: 5e-3, F16: 2e-3, FP8: 0.045}
 
@@ -35,7 +37,10 @@ def on_gpu(gpu):
 
 
 def inputs(dtype=BF16, dims=(128, 128), **options) -> tuple[Any, ...]:
-    """(q, k, v); for FP8 with a descale of its own for each (batch, head)."""
+    """(q, k, v); for FP8 with a descale of its own for each (batch, head), for int8
+    with those of `quantize_qkv`."""
+    if dtype == INT8:
+        return quantize_qkv(*make(dims=dims, **options))
     if dtype != FP8:
         return make(dims=dims, dtype=dtype, **options)
     return tuple(quantize(x) for x in make(dims=dims, **options))
@@ -141,7 +146,7 @@ def test_without_keys_or_queries(dtype, tokens):
 def changed(x, change):
     """What `change` makes of an array, or of its FP8 numbers."""
     if isinstance(x, Quantized):
-        return Quantized(change(x.values), x.descale)
+        return dataclasses.replace(x, values=change(x.values), source=None)
     return change(jnp.asarray(x))
 
 
