@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .cache import KeyValueCache
     from .rope import RopeScaling
 
-Layer = TypeVar("Layer", bound=nnx.Module)
+_Layer = TypeVar("_Layer", bound=nnx.Module)
 
 _default_kernel_init = nnx.initializers.lecun_normal()
 _default_bias_init = nnx.initializers.zeros_init()
@@ -428,7 +428,7 @@ class MultiHeadLatentAttention(nnx.Module):
         return x if cache is None else (x, cache)
 
 
-def fold_rotation(layer: Layer, *sample: Any) -> Layer:
+def fold_rotation(layer: _Layer, *sample: Any) -> _Layer:
     """A copy of a layer whose queries and keys come out rotated.
 
     The kernels, and biases, of the projections to queries and keys are multiplied by
