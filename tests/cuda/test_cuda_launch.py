@@ -12,13 +12,12 @@ import cuda_bridge
 import jax
 import numpy as np
 import pytest
-from _oracle import BF16, F16, F32, FP8, assert_near_oracle, make, normal
+from _oracle import BF16, F16, F32, FP8, INT8, as_int8, assert_near_oracle, make, normal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from zyfa_jax import _ffi, attention, quantize, quantize_qkv
+from zyfa_jax import _ffi, attention, quantize
 
-INT8 = np.dtype(np.int8)
 EXTENSION: Any = _ffi.load()
 # Never loaded on, so that each failure of loading can be provoked there.
 UNLOADED = 7
@@ -59,7 +58,7 @@ def test_a_call_comes_back(cuda, dtype, dims):
         options = {"q_descale": 0.5, "k_descale": 0.75, "v_descale": np.float32(2)}
     inputs = make(tokens=(20, 133), dims=dims, dtype=F32 if dtype == INT8 else dtype)
     if dtype == INT8:
-        inputs = quantize_qkv(*inputs)
+        inputs = as_int8(*inputs)
     results, prepare, launch = run(cuda, *inputs, **options)
     assert_near_oracle(results, inputs, **options)
     kind = {BF16: "bf16", F16: "f16", FP8: "fp8", INT8: "int8"}[dtype]
