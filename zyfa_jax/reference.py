@@ -291,7 +291,7 @@ def fp8_softmax_block(
         stays = block_max <= (running_max + slack).astype(np.float32)
     new_max = np.where(stays, running_max, new_max)
     shift = _block_shift(new_max, block_max)
-    reference = new_max - shift.astype(np.float32) + shifted
+    reference = new_max + shifted - shift.astype(np.float32)
     per_octave = np.float32(8) if quadratic else _LINEAR_CODES
     top = _TOP_CODE if quadratic else _LINEAR_TOP
     with np.errstate(invalid="ignore", over="ignore"):

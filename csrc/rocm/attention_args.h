@@ -64,9 +64,6 @@ struct AttentionArgs {
   int32_t window_right;  // below zero: unbounded; 0: causal
   int32_t q_block;       // queries that share a q_scale; 0: all of them
   int32_t q_scales;
-  int32_t kv_block;  // keys that share a k_scale, a multiple of 128; 0: all
-  int32_t k_scales;
-  int32_t v_channels;  // 1: a v_scale for each channel; 0: one for all
   OutType out_type;
   // 1: a workgroup takes one block of queries; 2: the i-th and the i-th from
   // the end, whose causal work adds up to the same for every i.
@@ -74,11 +71,15 @@ struct AttentionArgs {
   int32_t groups_per_head;
   Divisor by_groups_per_head;
   Divisor by_heads;
-  Divisor by_kv_group;      // query heads that share a key/value head
-  Divisor by_batch_group;   // batch entries that share keys and values
+  Divisor by_kv_group;     // query heads that share a key/value head
+  Divisor by_batch_group;  // batch entries that share keys and values
+  int32_t kv_block;  // keys that share a k_scale, a multiple of 128; 0: all
+  int32_t k_scales;
+  int32_t v_channels;  // 1: a v_scale for each channel; 0: one for all
+  Divisor by_q_block;
   Divisor by_scaled_tiles;  // tiles of 128 keys that share a k_scale
 };
-static_assert(sizeof(AttentionArgs) == 11 * 8 + 26 * 4);
+static_assert(sizeof(AttentionArgs) == 11 * 8 + 28 * 4);
 
 // Workgroups of a launch, along x: for each (batch, head) the groups of its
 // query blocks.
@@ -96,6 +97,7 @@ inline void SetGeometry(AttentionArgs& args, int32_t blocks_per_group) {
   args.by_heads = DivisorOf(args.heads);
   args.by_kv_group = DivisorOf(args.heads / args.kv_heads);
   args.by_batch_group = DivisorOf(args.batch / args.kv_batch);
+  args.by_q_block = DivisorOf(args.q_block > 0 ? args.q_block : INT32_MAX);
   args.by_scaled_tiles =
       DivisorOf(args.kv_block > 0 ? args.kv_block / kScaledKeys : INT32_MAX);
 }

@@ -54,14 +54,15 @@ class AttentionArgs(ctypes.Structure):
             for name in (
                 *("batch", "kv_batch", "q_len", "kv_len", "heads", "kv_heads"),
                 *("window_left", "window_right", "q_block", "q_scales"),
-                *("kv_block", "k_scales", "v_channels", "out_type"),
-                *("blocks_per_group", "groups_per_head"),
+                *("out_type", "blocks_per_group", "groups_per_head"),
             )
         ),
         ("by_groups_per_head", Divisor),
         ("by_heads", Divisor),
         ("by_kv_group", Divisor),
         ("by_batch_group", Divisor),
+        *((name, ctypes.c_int32) for name in ("kv_block", "k_scales", "v_channels")),
+        ("by_q_block", Divisor),
         ("by_scaled_tiles", Divisor),
     )
 
@@ -76,6 +77,7 @@ class AttentionArgs(ctypes.Structure):
         self.by_heads = Divisor.of(self.heads)
         self.by_kv_group = Divisor.of(self.heads // self.kv_heads)
         self.by_batch_group = Divisor.of(self.batch // self.kv_batch)
+        self.by_q_block = Divisor.of(self.q_block or 2**31 - 1)
         self.by_scaled_tiles = Divisor.of(self.kv_block // SCALED_KEYS or 2**31 - 1)
 
 

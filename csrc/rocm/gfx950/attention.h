@@ -58,12 +58,15 @@ struct Arrays {
   int kv_heads;
   int q_block;
   int q_scales;
+  rocm::OutType out_type;
+  // Read at once by kernels whose keys have several descales.
   int k_scales;
   int v_channels;
-  rocm::OutType out_type;
+  rocm::Divisor by_q_block;
   rocm::Divisor by_scaled_tiles;
 };
 
+template <class Type>
 ZYFA_DEVICE Arrays ArraysOf(Args& args) {
   Arrays x = {args.q,
               args.k,
@@ -79,15 +82,19 @@ ZYFA_DEVICE Arrays ArraysOf(Args& args) {
               args.kv_heads,
               args.q_block,
               args.q_scales,
+              args.out_type,
               args.k_scales,
               args.v_channels,
-              args.out_type,
+              {args.by_q_block.multiplier, args.by_q_block.shift},
               {args.by_scaled_tiles.multiplier, args.by_scaled_tiles.shift}};
   Pin(x.q), Pin(x.k), Pin(x.v), Pin(x.q_scale), Pin(x.k_scale), Pin(x.v_scale);
   Pin(x.out), Pin(x.lse), Pin(x.q_len), Pin(x.kv_len), Pin(x.heads);
-  Pin(x.kv_heads), Pin(x.q_block), Pin(x.q_scales), Pin(x.k_scales);
-  Pin(x.v_channels), Pin(x.out_type);
-  Pin(x.by_scaled_tiles.multiplier), Pin(x.by_scaled_tiles.shift);
+  Pin(x.kv_heads), Pin(x.q_block), Pin(x.q_scales), Pin(x.out_type);
+  if constexpr (Type::kScalesKeys) {
+    Pin(x.k_scales), Pin(x.v_channels);
+    Pin(x.by_q_block.multiplier), Pin(x.by_q_block.shift);
+    Pin(x.by_scaled_tiles.multiplier), Pin(x.by_scaled_tiles.shift);
+  }
   return x;
 }
 
@@ -147,13 +154,15 @@ class Wave {
   static constexpr int kKeyBlocks = kKeys / kBlock;
   static constexpr int kOperandBytes = sizeof(Operand);
   // Where the copies of the next tiles start: in the softmax phase, but where
-  // products are few, that is the longer one. Products of int8 are too short to
-  // start them beside.
+  // products are few, that is the longer one. Beside products of int8, which
+  // are short, they start one at a time.
   enum class Copies { kInSoftmax, kBetweenProducts, kAmongValues };
-  static constexpr Copies kCopies =
-      Type::kBytes != 1 || kHeadDim != 128 ? Copies::kInSoftmax
-      : Type::kProducts == 1               ? Copies::kBetweenProducts
-                                           : Copies::kAmongValues;
+  static constexpr Copies kCopies = Type::kProducts > 1 ? Copies::kAmongValues
+                                    : Type::kBytes == 1 && kHeadDim == 128
+                                        ? Copies::kBetweenProducts
+                                        : Copies::kInSoftmax;
+  // Where the descale of a coming tile is read: in the shorter phase.
+  static constexpr bool kReadsScaleInSoftmax = kHeadDim > 128;
   // Operands that LDS reads are ahead of products, as registers allow.
   static constexpr int kAhead = kOperandBytes * kSteps > 64 ? 2 : 3;
   // Where sums start from a constant, which takes registers, the first operands
@@ -207,7 +216,10 @@ class Wave {
 
     int tile = tiles_.begin;
     const int last = tiles_.group_end - 1;
-    if constexpr (Type::kScalesKeys) k_scale_ = *KeyScale(tile);
+    if constexpr (Type::kScalesKeys) {
+      k_scale_ = *KeyScale(tile);
+      next_k_scale_ = *KeyScale(tile + 1);
+    }
     ReadFirstKeys(slots_[0]);
     MultiplyKeys(slots_[0]);
     Barrier();
@@ -217,19 +229,14 @@ class Wave {
     // The trailing group may still need all of them.
     if (kCopies == Copies::kInSoftmax) StartCopies();
     SoftmaxPhase<true>(tile);
-    F32x16 channels[kValueBlocks];
-    if (ChannelScales()) ReadChannelScales(channels);
+    F32x4 channels;
+    if (ChannelScales()) channels = ReadChannelScales();
     Barrier();
     MultiplyValues(ValuesAt(0), [](int) {});
     ScheduleAll(out_);
     WaitForCopies<0>();
     Barrier();
-    if (ChannelScales()) {
-#pragma unroll
-      for (int block = 0; block < kValueBlocks; ++block) {
-        out_[block] *= channels[block];
-      }
-    }
+    if (ChannelScales()) ScaleChannels(channels);
 
     Store();
     if (!trails_) {
@@ -243,15 +250,16 @@ class Wave {
 
   template <bool kMasked>
   __attribute__((device, always_inline)) void Step(int tile) {
-    if constexpr (Type::kScalesKeys)
+    if constexpr (Type::kScalesKeys && kReadsScaleInSoftmax) {
       next_k_scale_ = ReadHere(KeyScale(tile + 1));
+    }
     if (kCopies == Copies::kInSoftmax) StartCopies();
     if (!kLateKeys) ReadFirstKeys(slots_[1]);
     SoftmaxPhase<kMasked>(tile);
     if (kLateKeys) {
       ReadFirstKeys(slots_[1]);
       ScheduleLdsReads<kAhead * kOperandBytes / kSlotBytes>();
-      ScheduleVector<10>();
+      ScheduleVector<4>();
     }
     WaitForCopies<
         kCopies == Copies::kInSoftmax ? Keys::kCopies + Values::kCopies : 0>();
@@ -261,9 +269,7 @@ class Wave {
     MultiplyKeys(slots_[1]);
     if (kCopies == Copies::kBetweenProducts) StartCopies();
     MultiplyValues(ValuesAt(0), [this](int block) {
-      if (kCopies != Copies::kAmongValues) return;
-      if (block == 0) values_.StartNext(ValuesAt(2));
-      if (block == 2) keys_.StartNext(slots_[3]);
+      if (kCopies == Copies::kAmongValues) StartCopies(block);
     });
     ScheduleMatrixPhase();
     SetPriority<0>();
@@ -275,6 +281,11 @@ class Wave {
     if constexpr (Type::kScalesKeys) {
       k_scale_ = next_k_scale_;
       Pin(k_scale_);
+      if constexpr (!kReadsScaleInSoftmax) {
+        int next_tile = tile + 2;
+        Pin(next_tile);
+        next_k_scale_ = ReadHere(KeyScale(next_tile));
+      }
     }
     Barrier();
   }
@@ -282,6 +293,20 @@ class Wave {
   __attribute__((device, always_inline)) void StartCopies() {
     keys_.StartNext(slots_[3]);
     values_.StartNext(ValuesAt(2));
+  }
+
+  // Those of them that start before the products of a block of values.
+  __attribute__((device, always_inline)) void StartCopies(int block) {
+    constexpr int kCount = Values::kCopies + Keys::kCopies;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if ((i * kValueBlocks + 1) / kCount != block) continue;
+      if (i < Values::kCopies) {
+        values_.StartNext(ValuesAt(2), i);
+      } else {
+        keys_.StartNext(slots_[3], i - Values::kCopies);
+      }
+    }
   }
 
   // LDS reads run a few operands ahead of the products that need them.
@@ -499,8 +524,11 @@ class Wave {
     const auto* scales =
         arrays_.q_scale +
         Offset(head_.batch, arrays_.heads, head_.head) * arrays_.q_scales;
-    return arrays_.q_block > 0 ? Global(scales)[QueryRow() / arrays_.q_block]
-                               : Unwritten(scales)[0];
+    const auto block = [this] {
+      return Type::kScalesKeys ? rocm::Quotient(QueryRow(), arrays_.by_q_block)
+                               : QueryRow() / arrays_.q_block;
+    };
+    return arrays_.q_block > 0 ? Global(scales)[block()] : Unwritten(scales)[0];
   }
 
   // Whether each channel of the values has a descale.
@@ -508,19 +536,21 @@ class Wave {
     return Type::kScalesKeys && arrays_.v_channels != 0;
   }
 
-  // Those descales, where the output has their channels.
-  __attribute__((device, always_inline)) void ReadChannelScales(
-      F32x16 (&channels)[kValueBlocks]) const {
+  // Those descales, spread over the lanes of a row of 16: lane i has those of
+  // the i-th four of this half's channels.
+  __attribute__((device, always_inline)) F32x4 ReadChannelScales() const {
     const auto* scales =
         Global(arrays_.v_scale) + Offset(KvHead(), kValueDim, 0);
+    return *reinterpret_cast<GlobalPointer<const F32x4>>(
+        scales + FirstKey(lane_ % 16, half_));
+  }
+
+  __attribute__((device, always_inline)) void ScaleChannels(F32x4 scales) {
 #pragma unroll
     for (int block = 0; block < kValueBlocks; ++block) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const F32x4 four = *reinterpret_cast<GlobalPointer<const F32x4>>(
-            scales + block * kBlock + FirstKey(i, half_));
-#pragma unroll
-        for (int j = 0; j < 4; ++j) channels[block][4 * i + j] = four[j];
+      for (int r = 0; r < 16; ++r) {
+        out_[block][r] *= OfRow(scales[r % 4], block * 4 + r / 4);
       }
     }
   }
@@ -728,7 +758,7 @@ class Wave {
 template <class Type, int kHeadDim>
 ZYFA_DEVICE void Attention() {
   Args& args = KernelArgument<AttentionArgs>();
-  const Arrays arrays = ArraysOf(args);
+  const Arrays arrays = ArraysOf<Type>(args);
   __attribute__((
       shared)) static unsigned char lds[Wave<Type, kHeadDim>::kLdsBytes];
   const int blocks = (args.q_len + rocm::kQueryBlock - 1) / rocm::kQueryBlock;
@@ -743,7 +773,7 @@ ZYFA_DEVICE void Attention() {
   const int lds_start = LdsAddress(lds);
   Wave<Type, kHeadDim>(arrays, head, late * rocm::kQueryBlock, lds_start).Run();
   if (args.blocks_per_group == 2 && early != late) {
-    Wave<Type, kHeadDim>(ArraysOf(Reread(args)), head,
+    Wave<Type, kHeadDim>(ArraysOf<Type>(Reread(args)), head,
                          early * rocm::kQueryBlock, lds_start)
         .Run();
   }

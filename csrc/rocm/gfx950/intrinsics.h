@@ -212,6 +212,19 @@ ZYFA_DEVICE F32x2 BothHalves(float x) {
   return BitCast<F32x2>(SwapHalves(BitCast<int32_t>(x), BitCast<int32_t>(x)));
 }
 
+// `x` of lane `lane` of each lane's row of 16; `lane` is known when the kernel
+// is compiled.
+template <int kLane = 0>
+ZYFA_DEVICE float OfRow(float x, int lane) {
+  if constexpr (kLane < 15) {
+    if (lane != kLane) return OfRow<kLane + 1>(x, lane);
+  }
+  constexpr int kBroadcast = 0x150;
+  constexpr int kAll = 0xf;
+  return BitCast<float>(__builtin_amdgcn_mov_dpp(
+      BitCast<int32_t>(x), kBroadcast + kLane, kAll, kAll, true));
+}
+
 // ---- Bits
 
 // The lowest `count` bits; none below 0, all beyond 31.

@@ -89,7 +89,7 @@ struct Fp8Softmax {
 #pragma unroll
     for (int block = 0; block < Type::kKeys / kBlock; ++block) {
       const float reference =
-          kShifted ? new_max - shift + zero : new_max - shift;
+          kShifted ? new_max + zero - shift : new_max - shift;
       const I32x4 part =
           block < kChordBlocks
               ? Codes<numerics::ChordCode>(logits.blocks[block], reference)
