@@ -368,27 +368,24 @@ class WaveTile {
   __attribute__((device, always_inline)) void Saturate(float descale) {
     const float limit = kAlmostMax * descale;
     ForEach([&](F32x2& y) {
-      for (int k = 0; k < 2; ++k) {
-        const bool infinite = __builtin_fabsf(y[k]) == __builtin_inff();
-        y[k] = infinite ? __builtin_copysignf(limit, y[k]) : y[k];
-      }
+      y = {Saturated(y[0], limit), Saturated(y[1], limit)};
     });
   }
 
   // Divides by the descale, rounds and stores.
   __attribute__((device, always_inline)) void Store(float descale) {
-    // Below this, remainders of the division could be too small for float32.
-    if (descale < 0x1p-60f) {
-      descale *= 0x1p64f;
-      Multiply(0x1p64f);
+    if (descale < kSmall) {
+      descale *= 1.0f / kSmall;
+      Multiply(1.0f / kSmall);
     }
-    const float inverse = 1.0f / descale;
+    const F32x2 by = {descale, descale};
+    const F32x2 inverse = {1.0f / descale, 1.0f / descale};
     for (int i = 0; i < kSlots; ++i) {
       for (int j = 0; j < kChunks; ++j) {
         I32x2 codes = {0, 0};
         for (int k = 0; k < kPairs; k += 2) {
-          const F32x2 low = Divide(y_[i][j][k], descale, inverse);
-          const F32x2 high = Divide(y_[i][j][k + 1], descale, inverse);
+          const F32x2 low = Divide(y_[i][j][k], by, inverse);
+          const F32x2 high = Divide(y_[i][j][k + 1], by, inverse);
           codes[k / 2] = PackFp8(low, high);
         }
         output_.Store(codes, element_[i] + j * kChunkStride);
@@ -478,9 +475,7 @@ class WaveTile {
       for (auto& chunk : y_[i]) {
         for (F32x2& y : chunk) {
           for (int k = 0; k < 2; ++k) {
-            const bool infinite = __builtin_fabsf(y[k]) == __builtin_inff();
-            const float number = y[k] == y[k] ? y[k] : 0.0f;
-            y[k] = infinite ? __builtin_copysignf(limit, y[k]) : number;
+            y[k] = Saturated(y[k] == y[k] ? y[k] : 0.0f, limit);
           }
         }
       }
@@ -492,7 +487,7 @@ class WaveTile {
       const float (&descale)[kSlots]) const {
     const F32x2 frame = {kByteFrame, kByteFrame};
     for (int i = 0; i < kSlots; ++i) {
-      const float inverse = 1.0f / descale[i];
+      const float inverse = Reciprocal(descale[i]);
       const F32x2 both = {inverse, inverse};
       for (int j = 0; j < kChunks; ++j) {
         F32x2 framed[kPairs];
@@ -509,17 +504,50 @@ class WaveTile {
   // Divides by a descale for each channel, rounds to FP8 and stores; tokens of
   // which `nan` is not 0 become NaN.
   __attribute__((device, always_inline)) void StoreByChannel(
-      const Buffer& descales, const Buffer& nan) const {
+      const Buffer& descales, const Buffer& nan, int head_dim) {
+    // Whether a thread's channels are the same in every slot.
+    const int rows =
+        rocm::kQuantizeThreads * row_inverse_ >> gpu::kRowInverseShift;
+    const bool same = rows * (head_dim / kChunk) == rocm::kQuantizeThreads;
+    Chunk by, inverse;
     for (int i = 0; i < kSlots; ++i) {
       const bool marked = nan.LoadByte(TokenOf(i)) != 0;
-      Chunk by;
-      LoadFrom(descales, i, 0, by);
-      I32x2 codes = {0, 0};
-      for (int k = 0; k < kPairs; k += 2) {
-        const F32x2 low = DivideByTwo(y_[i][0][k], by[k], marked);
-        const F32x2 high = DivideByTwo(y_[i][0][k + 1], by[k + 1], marked);
-        codes[k / 2] = PackFp8(low, high);
+      if (i == 0 || !same) {
+        LoadFrom(descales, i, 0, by);
+        for (int k = 0; k < kPairs; ++k) {
+          inverse[k] = {Reciprocal(by[k][0]), Reciprocal(by[k][1])};
+        }
       }
+      float largest = 0.0f, smallest = 1.0f;
+      for (int k = 0; k < kPairs; ++k) {
+        for (int l = 0; l < 2; ++l) {
+          largest = Maximum(largest, __builtin_fabsf(y_[i][0][k][l]));
+          smallest = Minimum(smallest, by[k][l]);
+        }
+      }
+      F32x2 quotients[kPairs];
+      if (AnyLane(!IsFinite(largest) || smallest < kSmall)) {
+        for (int k = 0; k < kPairs; ++k) {
+          for (int l = 0; l < 2; ++l) {
+            const float factor = by[k][l] < kSmall ? 1.0f / kSmall : 1.0f;
+            const float descale = by[k][l] * factor;
+            const float y =
+                Saturated(y_[i][0][k][l] * factor, kAlmostMax * descale);
+            const F32x2 both = {y, y};
+            const float inverse = Reciprocal(descale);
+            quotients[k][l] =
+                Divide(both, {descale, descale}, {inverse, inverse})[0];
+          }
+        }
+      } else {
+        for (int k = 0; k < kPairs; ++k) {
+          quotients[k] = Divide(y_[i][0][k], by[k], inverse[k]);
+        }
+      }
+      I32x2 codes = {PackFp8(quotients[0], quotients[1]),
+                     PackFp8(quotients[2], quotients[3])};
+      constexpr int kNaNs = 0x7f7f7f7f;
+      codes = marked ? I32x2{kNaNs, kNaNs} : codes;
       output_.Store(codes, element_[i]);
     }
   }
@@ -529,6 +557,8 @@ class WaveTile {
   // It rounds to the largest FP8 number; that times the largest descale
   // overflows.
   static constexpr float kAlmostMax = 447.0f;
+  // Below it, remainders of the division could be too small for float32.
+  static constexpr float kSmall = 0x1p-60f;
   // Beyond every buffer of rows.
   static constexpr int kNowhere = 1 << 24;
   // Whether eight lanes hold a row.
@@ -545,32 +575,18 @@ class WaveTile {
   // y / descale, the sign of zeros included. The first quotient is within two
   // units of the last place; its remainder is exact, and corrects it.
   static __attribute__((device, always_inline)) F32x2 Divide(F32x2 y,
-                                                             float descale,
-                                                             float inverse) {
-    const F32x2 quotient = y * inverse;
-    const F32x2 excess = Fma(quotient, F32x2{descale, descale}, -y);
-    return Fma(-excess, F32x2{inverse, inverse}, quotient);
-  }
-
-  // Two numbers by two descales: see Saturate, Store and Divide.
-  static __attribute__((device, always_inline)) F32x2 DivideByTwo(F32x2 y,
-                                                                  F32x2 descale,
-                                                                  bool nan) {
-    F32x2 inverse;
-    for (int k = 0; k < 2; ++k) {
-      const float factor = descale[k] < 0x1p-60f ? 0x1p64f : 1.0f;
-      const float number = y[k] * factor;
-      descale[k] *= factor;
-      const float limit = kAlmostMax * descale[k];
-      const bool infinite = __builtin_fabsf(number) == __builtin_inff();
-      y[k] = infinite ? __builtin_copysignf(limit, number) : number;
-      inverse[k] = Reciprocal(descale[k]);
-    }
+                                                             F32x2 descale,
+                                                             F32x2 inverse) {
     const F32x2 quotient = y * inverse;
     const F32x2 excess = Fma(quotient, descale, -y);
-    const F32x2 exact = Fma(-excess, inverse, quotient);
-    const float none = __builtin_nanf("");
-    return {nan ? none : exact[0], nan ? none : exact[1]};
+    return Fma(-excess, inverse, quotient);
+  }
+
+  // The number, but for infinities a limit.
+  static __attribute__((device, always_inline)) float Saturated(float y,
+                                                                float limit) {
+    const bool infinite = __builtin_fabsf(y) == __builtin_inff();
+    return infinite ? __builtin_copysignf(limit, y) : y;
   }
 
   static __attribute__((device, always_inline)) int32_t PackFp8(F32x2 low,
@@ -797,7 +813,7 @@ ZYFA_DEVICE void QuantizeChannels(const QuantizeArgs& args) {
   wave.Load(1.0f);
   wave.StoreByChannel(
       {args.given + tile.head * args.head_dim, args.head_dim * 4},
-      {args.nan + tile.token_index, tile.valid_tokens});
+      {args.nan + tile.token_index, tile.valid_tokens}, args.head_dim);
 }
 
 // To int8, with a descale found for each token or for the tile. Numbers that
@@ -879,8 +895,10 @@ ZYFA_DEVICE void Measure(const QuantizeArgs& args) {
       ((tile.valid_tokens - 1) * args.heads + 1) * dim * Type::kBytes);
   typename Type::Raw raw[kSteps];
   for (int i = 0; i < kSteps; ++i) {
-    raw[i] = input.template Load<typename Type::Raw>((element + i * step) *
-                                                     Type::kBytes);
+    // The first row again in place of one that is not there.
+    const bool there = row + i * rows < valid;
+    const int from = there ? element + i * step : channel;
+    raw[i] = input.template Load<typename Type::Raw>(from * Type::kBytes);
   }
   Chunk origin;
   Type::Widen(input.template Load<typename Type::Raw>(channel * Type::kBytes),
@@ -888,22 +906,22 @@ ZYFA_DEVICE void Measure(const QuantizeArgs& args) {
   for (F32x2& x : origin) {
     for (int k = 0; k < 2; ++k) x[k] = IsFinite(x[k]) ? x[k] : 0.0f;
   }
-  // use(y) for each of the thread's rows.
+  // use(k, x) for each number x, of channel k, of the rows that are there.
   const auto for_rows = [&](const auto& use) {
     for (int i = 0; i < kSteps; ++i) {
       if (row + i * rows >= valid) continue;
       Chunk y;
       Type::Widen(raw[i], y);
-      use(y);
+      for (int k = 0; k < kChunk; ++k) use(k, y[k / 2][k % 2]);
     }
   };
   // Shows the others what this thread has of its channels.
-  const auto show = [&](int which, const Chunk& x) {
+  const auto show = [&](int which, const auto& of_channel) {
     if (row >= rows) return;
     auto* to =
         reinterpret_cast<F32x4*>(&lds.of_rows[which][row * dim + channel]);
-    to[0] = {x[0][0], x[0][1], x[1][0], x[1][1]};
-    to[1] = {x[2][0], x[2][1], x[3][0], x[3][1]};
+    to[0] = {of_channel(0), of_channel(1), of_channel(2), of_channel(3)};
+    to[1] = {of_channel(4), of_channel(5), of_channel(6), of_channel(7)};
   };
   // use(channel) by the thread of each channel, once all have shown theirs.
   const auto for_channels = [&](const auto& use) {
@@ -917,13 +935,24 @@ ZYFA_DEVICE void Measure(const QuantizeArgs& args) {
   float* const to = args.found + tile.index * gpu::kStatistics * dim;
 
   Chunk sum = {}, squares = {};
-  for_rows([&](const Chunk& y) {
+  float high[kChunk], low[kChunk];
+  for (int k = 0; k < kChunk; ++k) high[k] = low[k] = origin[k / 2][k % 2];
+  for (int i = 0; i < kSteps; ++i) {
+    Chunk y;
+    Type::Widen(raw[i], y);
     for (int k = 0; k < kPairs; ++k) {
       const F32x2 distance = y[k] - origin[k];
       sum[k] += distance;
       squares[k] = Fma(distance, distance, squares[k]);
+      for (int l = 0; l < 2; ++l) {
+        float& largest = high[2 * k + l];
+        float& smallest = low[2 * k + l];
+        largest = Maximum(largest, y[k][l]);
+        smallest = Minimum(smallest, y[k][l]);
+      }
     }
-  });
+    if (i % 2 == 1) ScheduleFence();  // else too many are widened at one time
+  }
   bool finite = true;
   for (int k = 0; k < kPairs; ++k) {
     sum[k] *= gpu::kSumScale;
@@ -934,17 +963,17 @@ ZYFA_DEVICE void Measure(const QuantizeArgs& args) {
     // Of finite numbers alone, which may be so large that a sum needs its scale
     // from the first.
     for (int k = 0; k < kPairs; ++k) sum[k] = squares[k] = 0.0f;
-    for_rows([&](const Chunk& y) {
-      for (int k = 0; k < kPairs; ++k) {
-        for (int i = 0; i < 2; ++i) {
-          const bool counts = IsFinite(y[k][i]);
-          const float distance = y[k][i] - origin[k][i];
-          const float scaled =
-              Fma(y[k][i], gpu::kSumScale, -gpu::kSumScale * origin[k][i]);
-          sum[k][i] += counts ? scaled : 0.0f;
-          squares[k][i] += counts ? distance * distance : 0.0f;
-        }
-      }
+    for (int k = 0; k < kChunk; ++k) {
+      high[k] = -__builtin_inff();
+      low[k] = __builtin_inff();
+    }
+    for_rows([&](int k, float x) {
+      if (!IsFinite(x)) return;
+      const float from = origin[k / 2][k % 2];
+      sum[k / 2][k % 2] += Fma(x, gpu::kSumScale, -gpu::kSumScale * from);
+      squares[k / 2][k % 2] += (x - from) * (x - from);
+      high[k] = Maximum(high[k], x);
+      low[k] = Minimum(low[k], x);
     });
   }
   if (Thread() % 64 == 0) lds.finite[Thread() / 64] = finite;
@@ -960,22 +989,16 @@ ZYFA_DEVICE void Measure(const QuantizeArgs& args) {
 
   float number = static_cast<float>(tile.valid_tokens);  // of the thread's
   if (!all_finite) {
-    Chunk count = {};
-    for_rows([&](const Chunk& y) {
-      for (int k = 0; k < kPairs; ++k) {
-        for (int i = 0; i < 2; ++i) {
-          count[k][i] += IsFinite(y[k][i]) ? 1.0f : 0.0f;
-        }
-      }
-    });
-    show(0, count);
+    float count[kChunk] = {};
+    for_rows([&](int k, float x) { count[k] += IsFinite(x) ? 1.0f : 0.0f; });
+    show(0, [&](int k) { return count[k]; });
     for_channels([&](int channel) {
       number = 0.0f;
       for (int k = 0; k < rows; ++k) number += shown(0, k, channel);
     });
   }
-  show(0, sum);
-  show(1, squares);
+  show(0, [&](int k) { return sum[k / 2][k % 2]; });
+  show(1, [&](int k) { return squares[k / 2][k % 2]; });
   for_channels([&](int channel) {
     float all = 0.0f, of_squares = 0.0f;
     for (int k = 0; k < rows; ++k) {
@@ -990,22 +1013,8 @@ ZYFA_DEVICE void Measure(const QuantizeArgs& args) {
     const float about_mean = Maximum(of_squares - excess, 0.0f);
     to[4 * dim + channel] = IsFinite(of_squares) ? about_mean : of_squares;
   });
-  Chunk high, low;
-  for (int k = 0; k < kPairs; ++k) {
-    high[k] = -__builtin_inff();
-    low[k] = __builtin_inff();
-  }
-  for_rows([&](const Chunk& y) {
-    for (int k = 0; k < kPairs; ++k) {
-      for (int i = 0; i < 2; ++i) {
-        const bool counts = finite || IsFinite(y[k][i]);
-        high[k][i] = counts ? Maximum(high[k][i], y[k][i]) : high[k][i];
-        low[k][i] = counts ? Minimum(low[k][i], y[k][i]) : low[k][i];
-      }
-    }
-  });
-  show(0, high);
-  show(1, low);
+  show(0, [&](int k) { return high[k]; });
+  show(1, [&](int k) { return low[k]; });
   for_channels([&](int channel) {
     float largest = shown(0, 0, channel), smallest = shown(1, 0, channel);
     for (int k = 1; k < rows; ++k) {
