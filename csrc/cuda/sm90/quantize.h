@@ -25,6 +25,7 @@
 
 #include "csrc/cuda/quantize_plan.h"
 #include "csrc/cuda/sm90/intrinsics.h"
+#include "csrc/cuda/sm90/warp_products.h"
 #include "csrc/gpu/quantize_args.h"
 
 namespace zyfa::sm90 {
@@ -46,6 +47,17 @@ using Chunk = float[kChunk];
 struct FromBF16 {
   static constexpr int kBytes = 2;
   static constexpr bool kOverflows = true;
+  // Of signs that are operands of a product.
+  static constexpr float kUnit = 1.0f;
+  // A power of two as this type.
+  static ZYFA_DEVICE uint32_t Narrow(float power) {
+    return __float_as_uint(power) >> 16;
+  }
+  static ZYFA_DEVICE void Multiply(float (&d)[4], const uint32_t (&a)[4],
+                                   const uint32_t (&b)[2],
+                                   const float (&c)[4]) {
+    WarpProductBF16(d, a, b, c);
+  }
   static ZYFA_DEVICE void Widen(const uint4 (&raw)[1], Chunk& y) {
     const uint32_t words[] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w};
 #pragma unroll
@@ -59,6 +71,17 @@ struct FromBF16 {
 struct FromF16 {
   static constexpr int kBytes = 2;
   static constexpr bool kOverflows = false;
+  // Twice the largest weight is more than there is.
+  static constexpr float kUnit = 0.5f;
+  static ZYFA_DEVICE uint32_t Narrow(float power) {
+    const int exponent = static_cast<int>(__float_as_uint(power) >> 23) - 112;
+    return exponent > 0 ? exponent << 10 : 1 << (exponent + 9);
+  }
+  static ZYFA_DEVICE void Multiply(float (&d)[4], const uint32_t (&a)[4],
+                                   const uint32_t (&b)[2],
+                                   const float (&c)[4]) {
+    WarpProductF16(d, a, b, c);
+  }
   static ZYFA_DEVICE void Widen(const uint4 (&raw)[1], Chunk& y) {
     const uint32_t words[] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w};
 #pragma unroll
@@ -142,27 +165,76 @@ struct Divisor {
 
 // ---- The warp's share of the tile
 
-// kSlots parts of kChunks chunks each for every lane.
-template <class Type, int kSlots, int kChunks, bool kRotates>
+// How a tile lies in a block: every lane has kSlots rows, kRowStep apart, and
+// of each kChunks chunks, kChunkStride channels apart.
+
+// Lanes hold consecutive parts of rows.
+template <int kSlots_, int kChunks_, bool kRotates_>
+struct ByLanes {
+  static constexpr int kSlots = kSlots_;
+  static constexpr int kChunks = kChunks_;
+  static constexpr int kRowStep = gpu::kQuantizeTokens / kSlots;
+  static constexpr int kChunkStride = gpu::kRotatedLanes * kChunk;
+  static constexpr bool kRotates = kRotates_;
+  static constexpr bool kByMatrix = false;
+  // Whether a row's lanes are all of one warp, and of which size then the
+  // Hadamard matrix is.
+  static constexpr bool kWhole = kChunks > 1;
+  static constexpr int kHadamard = kChunks * kChunkStride;
+};
+
+// A warp holds 16 rows as its matrix products take and give them, four lanes a
+// row: the products rotate.
+template <int kDim>
+struct ByMatrix {
+  static constexpr int kSlots = 2;
+  static constexpr int kChunks = kDim / 32;
+  static constexpr int kRowStep = 8;
+  static constexpr int kChunkStride = 32;
+  static constexpr bool kRotates = true;
+  static constexpr bool kByMatrix = true;
+  static constexpr bool kWhole = true;
+  static constexpr int kHadamard = kDim & -kDim;
+
+  // What all warps need of a head.
+  struct Shared {
+    alignas(16) uint16_t weights[kDim];
+    // The mean, as it is and small, times weights; and what comes of it behind
+    // a product's part of the rotation.
+    float means[2][kDim];
+    alignas(16) float shifts[2][kDim];
+  };
+};
+
+template <class Type, class Layout>
 class WarpTile {
  public:
+  static constexpr int kSlots = Layout::kSlots;
+  static constexpr int kChunks = Layout::kChunks;
+  static constexpr bool kRotates = Layout::kRotates;
+  static constexpr bool kWhole = Layout::kWhole;
+
   ZYFA_DEVICE WarpTile(const QuantizeArgs& args, int64_t first_element,
                        int valid_tokens, int64_t head)
       : x_(static_cast<const char*>(args.x) + first_element * Type::kBytes),
         values_(static_cast<char*>(args.values) + first_element),
-        hadamard_(kWhole ? kChunks * gpu::kRotatedLanes * kChunk
-                         : args.hadamard) {
-    constexpr int kRows = gpu::kQuantizeTokens / kSlots;
-    const uint32_t parts = args.head_dim / (kChunk * kChunks);
-    const uint32_t row =
-        (threadIdx.x * args.row_inverse) >> gpu::kRowInverseShift;
-    row_ = static_cast<int>(row);
-    channel_ = static_cast<int>((threadIdx.x - row * parts) * kChunk);
+        hadamard_(kWhole ? Layout::kHadamard : args.hadamard) {
+    if constexpr (Layout::kByMatrix) {
+      row_ = static_cast<int>(threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4);
+      channel_ = static_cast<int>(threadIdx.x % 4 * kChunk);
+      valid_ = valid_tokens - row_;
+    } else {
+      const uint32_t parts = args.head_dim / (kChunk * kChunks);
+      const uint32_t row =
+          (threadIdx.x * args.row_inverse) >> gpu::kRowInverseShift;
+      row_ = static_cast<int>(row);
+      channel_ = static_cast<int>((threadIdx.x - row * parts) * kChunk);
+      // The last warp may have threads beyond the step's last row.
+      valid_ = row_ < Layout::kRowStep ? valid_tokens - row_ : 0;
+    }
     const int token = args.heads * args.head_dim;
     element_ = row_ * token + channel_;
-    step_ = kRows * token;
-    // The last warp may have threads beyond the step's last row.
-    valid_ = row_ < kRows ? valid_tokens - row_ : 0;
+    step_ = Layout::kRowStep * token;
     const int64_t channels = head * args.head_dim;
     mean_ = args.mean == nullptr ? nullptr : args.mean + channels;
     weight_ = args.weight == nullptr ? nullptr : args.weight + channels;
@@ -178,22 +250,26 @@ class WarpTile {
 #pragma unroll
       for (int j = 0; j < kChunks; ++j) LoadChunk(i, j, policy, raw[i][j]);
     }
+    if constexpr (Layout::kByMatrix) {
+      auto& shared = Shared();
+      // All warps come here with this guard, once.
+      if (guard == 1.0f) Share(shared);
+      Multiply(raw, shared);
+    } else if constexpr (kRotates) {
 #pragma unroll
-    for (int j = 0; j < kChunks; ++j) {
+      for (int j = 0; j < kChunks; ++j) {
 #pragma unroll
-      for (int i = 0; i < kSlots; ++i) {
-        if constexpr (kRotates) {
-          Type::Widen(raw[i][j], held_[i][j]);
-        } else {
-#pragma unroll
-          for (int k = 0; k < kVectors; ++k) held_[i][j][k] = raw[i][j][k];
-        }
+        for (int i = 0; i < kSlots; ++i) Type::Widen(raw[i][j], held_[i][j]);
+        Prepare(j);
       }
-      if constexpr (kRotates) Prepare(j);
-    }
-    if constexpr (kRotates) {
 #pragma unroll
       for (auto& part : held_) Rotate(part);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kSlots; ++i) {
+#pragma unroll
+        for (int k = 0; k < kVectors; ++k) held_[i][0][k] = raw[i][0][k];
+      }
     }
   }
 
@@ -451,15 +527,15 @@ class WarpTile {
 
   // What makes the rotation orthonormal: what is held lacks it.
   ZYFA_DEVICE float Norm() const {
-    return kRotates ? 1.0f / sqrtf(static_cast<float>(hadamard_)) : 1.0f;
+    if constexpr (!kRotates) return 1.0f;
+    float unit = 1.0f;
+    if constexpr (Layout::kByMatrix) unit = Type::kUnit;
+    return 1.0f / (unit * sqrtf(static_cast<float>(hadamard_)));
   }
 
  private:
   static constexpr int kVectors = kChunk * Type::kBytes / 16;
-  static constexpr int kChunkStride = gpu::kRotatedLanes * kChunk;
-
-  // Whether eight lanes hold a row.
-  static constexpr bool kWhole = kChunks > 1;
+  static constexpr int kChunkStride = Layout::kChunkStride;
 
   // Numbers as they came; or rotated ones, which take longer to make again.
   using Held = std::conditional_t<kRotates, Chunk, uint4[kVectors]>;
@@ -485,12 +561,10 @@ class WarpTile {
   }
 
   ZYFA_DEVICE bool IsValid(int i) const {
-    return i * (gpu::kQuantizeTokens / kSlots) < valid_;
+    return i * Layout::kRowStep < valid_;
   }
 
-  ZYFA_DEVICE int TokenOf(int i) const {
-    return row_ + i * (gpu::kQuantizeTokens / kSlots);
-  }
+  ZYFA_DEVICE int TokenOf(int i) const { return row_ + i * Layout::kRowStep; }
 
   ZYFA_DEVICE int64_t ElementOf(int i, int j) const {
     return element_ + i * step_ + j * kChunkStride;
@@ -594,7 +668,136 @@ class WarpTile {
 
   // Whether the matrix is so large that it joins lanes by that bit.
   ZYFA_DEVICE bool Crosses(int bit) const {
-    return kChunks > 1 || hadamard_ > kChunk << bit;
+    if constexpr (Layout::kByMatrix) return bit < 2;
+    return kWhole || hadamard_ > kChunk << bit;
+  }
+
+  // ---- By matrix products
+  //
+  // A channel's number is 32 j + 8 t + 4 h + i: chunk j of lane t of a row's
+  // four, half h of it, element i. The matrix is a product over these bits. Of
+  // t and i, which are 16 channels, a warp's product takes care: they come in
+  // as the rows of its second operand, whose columns are the 16 of the result,
+  // and so arranged that a lane gets those where it has given. Butterflies
+  // follow over j and h.
+
+  static ZYFA_DEVICE auto& Shared() {
+    __shared__ typename Layout::Shared shared;
+    return shared;
+  }
+
+  // Computes what is shared, from the head's mean and weights.
+  template <class Shared>
+  ZYFA_DEVICE void Share(Shared& shared) const {
+    constexpr int kDim = kChunks * kChunkStride;
+    if (mean_ == nullptr && weight_ == nullptr) return;
+    for (int i = static_cast<int>(threadIdx.x); i < kDim;
+         i += static_cast<int>(blockDim.x)) {
+      const float weight =
+          Type::kUnit * (weight_ != nullptr ? __ldg(weight_ + i) : 1.0f);
+      shared.weights[i] = static_cast<uint16_t>(Type::Narrow(weight));
+      if (mean_ != nullptr) {
+        const float mean = __ldg(mean_ + i);
+        shared.means[0][i] = mean * weight;
+        shared.means[1][i] = mean * (1.0f / kGuardAbove) * weight;
+      }
+    }
+    __syncthreads();
+    if (mean_ == nullptr) return;
+    for (int i = static_cast<int>(threadIdx.x); i < kDim;
+         i += static_cast<int>(blockDim.x)) {
+      float sums[2] = {0.0f, 0.0f};
+#pragma unroll
+      for (int from = 0; from < 16; ++from) {
+        const int channel = (i & ~0x1b) | (from & 12) << 1 | (from & 3);
+        const bool odd = __popc(channel & i & 0x1b) % 2 != 0;
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          const float mean = shared.means[k][channel];
+          sums[k] += odd ? mean : -mean;
+        }
+      }
+      shared.shifts[0][i] = sums[0];
+      shared.shifts[1][i] = sums[1];
+    }
+    __syncthreads();
+  }
+
+  template <class Shared>
+  ZYFA_DEVICE void Multiply(const uint4 (&raw)[kSlots][kChunks][kVectors],
+                            const Shared& shared) {
+    const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    // Signs of two rows of the second operand, whose elements differ in the
+    // lowest bit, in this lane's column of it.
+    const uint32_t of_lane = __popc(t & g >> 1) % 2;
+    const uint32_t signs = of_lane << 15 | (of_lane ^ (g & 1)) << 31;
+    // The guard, which there is for bfloat16 alone, in exponents.
+    const bool guarded = guard_ != 1.0f;
+    const uint32_t lower = guarded ? 0x20002000u : 0u;
+    const uint32_t unit = Type::Narrow(Type::kUnit) * 0x10001u;
+#pragma unroll
+    for (int j = 0; j < kChunks; ++j) {
+      const int channel = channel_ + j * kChunkStride;
+      uint4 weights = {unit, unit, unit, unit};
+      if (mean_ != nullptr || weight_ != nullptr) {
+        weights = *reinterpret_cast<const uint4*>(shared.weights + channel);
+      }
+      const uint32_t w[] = {weights.x, weights.y, weights.z, weights.w};
+      const uint4 a = raw[0][j][0], b = raw[1][j][0];
+      const uint32_t upper[] = {a.x, a.y, a.z, a.w};
+      const uint32_t under[] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32_t rows[] = {upper[2 * h], under[2 * h], upper[2 * h + 1],
+                                 under[2 * h + 1]};
+        float4 shift = {0.0f, 0.0f, 0.0f, 0.0f};
+        if (mean_ != nullptr) {
+          shift = *reinterpret_cast<const float4*>(
+              &shared.shifts[guarded][channel + 4 * h]);
+        }
+        const uint32_t first = (w[2 * h] - lower) ^ signs;
+        const uint32_t second = (w[2 * h + 1] - lower) ^ signs;
+        float even[4], odd[4];
+        Type::Multiply(even, rows, {first, second},
+                       {shift.x, shift.y, shift.x, shift.y});
+        Type::Multiply(odd, rows, {first, second ^ 0x80008000u},
+                       {shift.z, shift.w, shift.z, shift.w});
+#pragma unroll
+        for (int i = 0; i < kSlots; ++i) {
+          float* const y = &held_[i][j][4 * h];
+          y[0] = even[2 * i];
+          y[1] = even[2 * i + 1];
+          y[2] = odd[2 * i];
+          y[3] = odd[2 * i + 1];
+        }
+      }
+    }
+#pragma unroll
+    for (auto& part : held_) {
+#pragma unroll
+      for (auto& y : part) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) Butterfly(y[k], y[k + 4]);
+      }
+      RotateChunks(part, Layout::kHadamard / kChunkStride);
+    }
+  }
+
+  // ---- By lanes
+
+  // Butterflies between as many chunks.
+  static ZYFA_DEVICE void RotateChunks(Chunk (&part)[kChunks], int count) {
+#pragma unroll
+    for (int stride = 1; stride < count; stride *= 2) {
+#pragma unroll
+      for (int j = 0; j < kChunks; ++j) {
+        if (j & stride) continue;
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k) {
+          Butterfly(part[j][k], part[j + stride][k]);
+        }
+      }
+    }
   }
 
   ZYFA_DEVICE void Rotate(Chunk (&part)[kChunks]) const {
@@ -608,17 +811,7 @@ class WarpTile {
         }
       }
     }
-#pragma unroll
-    for (int stride = 1; stride < kChunks; stride *= 2) {
-#pragma unroll
-      for (int j = 0; j < kChunks; ++j) {
-        if (j & stride) continue;
-#pragma unroll
-        for (int k = 0; k < kChunk; ++k) {
-          Butterfly(part[j][k], part[j + stride][k]);
-        }
-      }
-    }
+    RotateChunks(part, kChunks);
 #pragma unroll
     for (int bit = 0; bit < 3; ++bit) {
       if (!Crosses(bit)) continue;
@@ -724,14 +917,15 @@ ZYFA_DEVICE float FindDescale(const QuantizeArgs& args, const Tile& tile,
   return descale;
 }
 
-template <class Type, int kSlots, int kChunks, bool kRotates>
+template <class Type, class Layout>
 ZYFA_DEVICE void Quantize(const QuantizeArgs& args) {
   const Tile tile(args);
-  WarpTile<Type, kSlots, kChunks, kRotates> warp(args, tile.first_element,
-                                                 tile.valid_tokens, tile.head);
+  WarpTile<Type, Layout> warp(args, tile.first_element, tile.valid_tokens,
+                              tile.head);
 
   const bool finds = args.given == nullptr;
-  const bool overflows = Type::kOverflows && (kRotates || args.mean != nullptr);
+  const bool overflows =
+      Type::kOverflows && (Layout::kRotates || args.mean != nullptr);
   const uint64_t policy =
       args.values == nullptr ? KeepPolicy() : LastUsePolicy();
   const auto largest_of = [&] {
@@ -755,8 +949,8 @@ template <class Type, int kSlots>
 ZYFA_DEVICE void QuantizeChannels(const QuantizeArgs& all_args) {
   const QuantizeArgs args = Unprepared(all_args);
   const Tile tile(args);
-  WarpTile<Type, kSlots, 1, false> warp(args, tile.first_element,
-                                        tile.valid_tokens, tile.head);
+  WarpTile<Type, ByLanes<kSlots, 1, false>> warp(args, tile.first_element,
+                                                 tile.valid_tokens, tile.head);
   warp.Load(1.0f, LastUsePolicy());
   warp.StoreByChannel(args.given + tile.head * args.head_dim,
                       args.nan + tile.token_index);
@@ -765,11 +959,12 @@ ZYFA_DEVICE void QuantizeChannels(const QuantizeArgs& all_args) {
 // To int8, with a descale found for each token or for the tile. Numbers that
 // are not finite have no part in it. What int8 cannot say of NaN, the descale
 // of a token or a mark does.
-template <class Type, int kSlots, int kChunks, bool kByToken>
+template <class Type, class Layout, bool kByToken>
 ZYFA_DEVICE void QuantizeInt8(const QuantizeArgs& args) {
   const Tile tile(args);
-  WarpTile<Type, kSlots, kChunks, true> warp(args, tile.first_element,
-                                             tile.valid_tokens, tile.head);
+  constexpr int kSlots = Layout::kSlots;
+  WarpTile<Type, Layout> warp(args, tile.first_element, tile.valid_tokens,
+                              tile.head);
   float of_row[kSlots];
   const auto largest_of = [&] {
     if constexpr (kByToken) {
@@ -803,7 +998,7 @@ ZYFA_DEVICE void QuantizeInt8(const QuantizeArgs& args) {
     if (warp.channel() == 0) {
       warp.ForRows([&](int i, int token) { found[token] = of_row[i]; });
     }
-    if constexpr (kChunks > 1) {
+    if constexpr (Layout::kWhole) {
       __syncwarp();  // of one warp are all lanes of a row
     } else {
       __syncthreads();
@@ -843,8 +1038,8 @@ ZYFA_DEVICE void Measure(const QuantizeArgs& all_args) {
   alignas(16) __shared__ float of_rows[2][cuda::kMaxQuantizeThreads * kChunk];
   __shared__ float origins[gpu::kMaxQuantizeDim];
   const Tile tile(args);
-  WarpTile<Type, kSlots, 1, false> warp(args, tile.first_element,
-                                        tile.valid_tokens, tile.head);
+  WarpTile<Type, ByLanes<kSlots, 1, false>> warp(args, tile.first_element,
+                                                 tile.valid_tokens, tile.head);
   warp.Load(1.0f, KeepPolicy());
   Chunk origin, first, second;
   warp.Origin(origin);
