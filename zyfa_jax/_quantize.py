@@ -255,7 +255,7 @@ def _prepared(
     """What q and k were rounded from, and k's center."""
     of_q, of_k = (w[:, None] for w in numerics.weights(exponent, q.shape[2]))
     mean = _as(mean[:, None], numerics.mean_over_tokens(k))
-    q_rounding, k_rounding, _ = numerics.TOGETHER["fp8"]
+    q_rounding, k_rounding, _ = numerics.TOGETHER["fp8"]  # in int8 it is the same
     q_source = _source(q, None, of_q, rounding=q_rounding)
     k_source = _source(k, mean, of_k, rounding=k_rounding)
     return q_source, k_source, _center(mean * of_k, rotate=True)

@@ -30,17 +30,20 @@ ffi::Unexpected<ffi::Error> Invalid(const std::string& what) {
       ffi::Error::InvalidArgument(std::string(kQuantizeName) + ": " + what));
 }
 
-const char* TypeName(ffi::DataType type) {
-  switch (type) {
-    case ffi::DataType::BF16:
-      return "bf16";
-    case ffi::DataType::F16:
-      return "f16";
-    case ffi::DataType::F32:
-      return "f32";
-    default:
-      return nullptr;
+struct Type {
+  ffi::DataType type;
+  const char* name;
+  int bytes;
+};
+constexpr Type kTypes[] = {{ffi::DataType::BF16, "bf16", 2},
+                           {ffi::DataType::F16, "f16", 2},
+                           {ffi::DataType::F32, "f32", 4}};
+
+const Type* FindType(ffi::DataType type) {
+  for (const Type& x : kTypes) {
+    if (x.type == type) return &x;
   }
+  return nullptr;
 }
 
 using Dims = std::vector<int64_t>;
@@ -103,23 +106,12 @@ bool Prepares(const Step& step) {
   return step.given != Given::kOfChannels && step.found != Found::kStatistics;
 }
 
-struct Kernel {
-  std::string name;
-  int threads;
-  int chunks;  // of a part
-};
-
-Kernel KernelOf(const Step& step, const char* type, int dim, bool rotate,
-                const QuantizePlatform& platform) {
-  const int chunks =
-      gpu::PartChunks(static_cast<int>(PowerOfTwoIn(dim)), rotate);
-  const gpu::QuantizePlan plan = platform.plan(dim, chunks);
-  const char* plain = rotate ? "_rotated" : "";
-  return {std::string(kQuantizeName) + "_" + type + "_" +
-              std::to_string(plan.kernel_dim) +
-              (step.suffix != nullptr ? step.suffix : plain) +
-              (chunks > 1 ? "_whole" : ""),
-          plan.threads, chunks};
+std::string KernelName(const Step& step, const char* type, bool rotates,
+                       const gpu::QuantizePlan& plan) {
+  const char* plain = rotates ? "_rotated" : "";
+  return std::string(kQuantizeName) + "_" + type + "_" +
+         std::to_string(plan.kernel_dim) +
+         (step.suffix != nullptr ? step.suffix : plain) + plan.tail;
 }
 
 std::string StepNames() {
@@ -137,9 +129,10 @@ std::set<std::string> QuantizeKernels(const QuantizePlatform& platform) {
   for (const Step& step : kSteps) {
     for (const bool rotate : {false, true}) {
       if (rotate ? !Prepares(step) : step.values == kInt8) continue;
-      for (const char* type : {"bf16", "f16", "f32"}) {
+      for (const Type& type : kTypes) {
         for (int dim = kChunk; dim <= gpu::kMaxQuantizeDim; dim += kChunk) {
-          names.insert(KernelOf(step, type, dim, rotate, platform).name);
+          const auto plan = platform.plan(dim, rotate, type.bytes);
+          names.insert(KernelName(step, type.name, rotate, plan));
         }
       }
     }
@@ -175,7 +168,7 @@ ffi::ErrorOr<QuantizeLaunch> DecodeQuantize(const QuantizeCall& call,
   }
   const auto x_dims = call.x.dimensions();
   const Dims dims(x_dims.begin(), x_dims.end());
-  const char* type = TypeName(call.x.element_type());
+  const Type* type = FindType(call.x.element_type());
   if (type == nullptr || dims.size() != 4) {
     return Invalid(
         "x must be bfloat16, float16 or float32 of four dimensions, got " +
@@ -261,13 +254,12 @@ ffi::ErrorOr<QuantizeLaunch> DecodeQuantize(const QuantizeCall& call,
   args.head_dim = narrow(dim);
   args.hadamard = narrow(PowerOfTwoIn(dim));
   args.zero_descale = step->values == kNoValues ? 0.0f : 1.0f;
-  const Kernel kernel =
-      KernelOf(*step, type, args.head_dim, call.rotate, platform);
-  args.row_inverse = gpu::RowInverse(
-      static_cast<uint32_t>(args.head_dim / (kChunk * kernel.chunks)));
-  launch.kernel = kernel.name;
+  const gpu::QuantizePlan plan =
+      platform.plan(args.head_dim, call.rotate, type->bytes);
+  args.row_inverse = gpu::RowInverse(static_cast<uint32_t>(plan.parts));
+  launch.kernel = KernelName(*step, type->name, call.rotate, plan);
   launch.groups = static_cast<uint32_t>(batch * heads * tiles);
-  launch.threads = static_cast<uint32_t>(kernel.threads);
+  launch.threads = static_cast<uint32_t>(plan.threads);
   return launch;
 }
 

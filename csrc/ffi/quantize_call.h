@@ -33,7 +33,7 @@ struct QuantizeCall {
 // What differs between the platforms.
 struct QuantizePlatform {
   const char* name;
-  gpu::QuantizePlan (*plan)(int head_dim, int chunks);
+  gpu::QuantizePlan (*plan)(int head_dim, bool rotates, int bytes);
 };
 
 // The names of all of a platform's kernels.

@@ -49,17 +49,21 @@ constexpr int64_t QuantizeTiles(int64_t tokens) {
 }
 
 // A row is cut into parts, each of one lane: of so many chunks, since few lanes
-// hold a row of a Hadamard matrix of that size.
-constexpr int PartChunks(int hadamard, bool rotates) {
+// hold a row of a large Hadamard matrix.
+constexpr int PartChunks(int head_dim, bool rotates) {
+  const int hadamard = head_dim & -head_dim;
   return rotates && hadamard > kRotatedLanes * kChunk
              ? hadamard / (kRotatedLanes * kChunk)
              : 1;
 }
 
-// The kernel for a head dim is named by the largest that it takes.
+// The kernel for a head dim is named by the largest that it takes, and ends as
+// `tail` says.
 struct QuantizePlan {
   int kernel_dim;
   int threads;
+  int parts;  // of a row
+  const char* tail;
 };
 
 // i / parts is i * RowInverse(parts) >> kRowInverseShift for i up to

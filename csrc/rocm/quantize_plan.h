@@ -11,8 +11,11 @@ namespace zyfa::rocm {
 
 constexpr int kQuantizeThreads = 512;  // of a workgroup
 
-constexpr gpu::QuantizePlan PlanQuantize(int head_dim, int /*chunks*/) {
-  return {(head_dim + 63) / 64 * 64, kQuantizeThreads};
+constexpr gpu::QuantizePlan PlanQuantize(int head_dim, bool rotates,
+                                         int /*bytes*/) {
+  const int chunks = gpu::PartChunks(head_dim, rotates);
+  return {(head_dim + 63) / 64 * 64, kQuantizeThreads,
+          head_dim / (gpu::kChunk * chunks), chunks > 1 ? "_whole" : ""};
 }
 
 }  // namespace zyfa::rocm

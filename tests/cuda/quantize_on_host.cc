@@ -103,6 +103,7 @@ uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selectors) {
   }
   return bytes;
 }
+int __popc(uint32_t x) { return __builtin_popcount(x); }
 // Lanes take turns, so that no other's comes between.
 void atomicMax(uint32_t* to, uint32_t x) { *to = std::max(*to, x); }
 
@@ -117,6 +118,7 @@ using std::min;
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __shared__ static
+#define ZYFA_CUDA_SM90_WARP_PRODUCTS_H_
 
 namespace zyfa::sm90 {
 
@@ -158,6 +160,49 @@ uint32_t PackE4m3(float low, float high) {
   return Encode(low) | Encode(high) << 8;
 }
 
+// See csrc/cuda/sm90/warp_products.h.
+template <class FromHalf>
+__attribute__((noinline)) void WarpProduct(float (&d)[4],
+                                           const uint32_t (&a)[4],
+                                           const uint32_t (&b)[2],
+                                           const float (&c)[4],
+                                           const FromHalf& widen) {
+  float left[16][16], right[16][8];
+  const auto show = [&](uint32_t mine, const auto& element) {
+    const uint32_t* all = Exchange(mine);
+    for (int lane = 0; lane < 32; ++lane) {
+      element(lane / 4, lane % 4 * 2, widen(all[lane] & 0xffff));
+      element(lane / 4, lane % 4 * 2 + 1, widen(all[lane] >> 16));
+    }
+  };
+  for (int i = 0; i < 4; ++i) {
+    show(a[i], [&](int g, int k, float x) {
+      left[g + i % 2 * 8][k + i / 2 * 8] = x;
+    });
+  }
+  for (int i = 0; i < 2; ++i) {
+    show(b[i], [&](int g, int k, float x) { right[k + i * 8][g] = x; });
+  }
+  const unsigned lane = threadIdx.x % 32;
+  for (unsigned i = 0; i < 4; ++i) {
+    double sum = c[i];
+    for (int k = 0; k < 16; ++k) {
+      sum += double{left[lane / 4 + i / 2 * 8][k]} *
+             right[k][lane % 4 * 2 + i % 2];
+    }
+    d[i] = static_cast<float>(sum);
+  }
+}
+void WarpProductBF16(float (&d)[4], const uint32_t (&a)[4],
+                     const uint32_t (&b)[2], const float (&c)[4]) {
+  WarpProduct(d, a, b, c, [](uint32_t x) { return Bits<float>(x << 16); });
+}
+void WarpProductF16(float (&d)[4], const uint32_t (&a)[4],
+                    const uint32_t (&b)[2], const float (&c)[4]) {
+  WarpProduct(d, a, b, c,
+              [](uint32_t x) { return Widen(static_cast<uint16_t>(x)); });
+}
+
 }  // namespace zyfa::sm90
 
 #include "csrc/cuda/sm90/quantize.cu"
@@ -170,17 +215,20 @@ struct Named {
   Kernel kernel;
 };
 #define NAMED(name) {"zyfa_quantize_" #name, zyfa_quantize_##name}
-#define NAMED_ROTATED(name) \
-  NAMED(name##_rotated), NAMED(name##_tokens), NAMED(name##_blocks)
-#define NAMED_WHOLE(name)                                  \
-  NAMED(name##_rotated_whole), NAMED(name##_tokens_whole), \
-      NAMED(name##_blocks_whole)
-#define NAMED_OF(name)                                        \
+#define NAMED_ROTATED(name, tail)                          \
+  NAMED(name##_rotated##tail), NAMED(name##_tokens##tail), \
+      NAMED(name##_blocks##tail)
+#define NAMED_BY_LANES(name)                                  \
   NAMED(name), NAMED(name##_channels), NAMED(name##_measure), \
-      NAMED_ROTATED(name), NAMED_WHOLE(name)
-constexpr Named kKernels[] = {NAMED_OF(bf16_128), NAMED_OF(bf16_256),
-                              NAMED_OF(f16_128),  NAMED_OF(f16_256),
-                              NAMED_OF(f32_128),  NAMED_OF(f32_256)};
+      NAMED_ROTATED(name, )
+#define NAMED_TWO_BYTES(type)                                                \
+  NAMED_BY_LANES(type##_128), NAMED_BY_LANES(type##_256),                    \
+      NAMED_ROTATED(type##_64, _matrix), NAMED_ROTATED(type##_128, _matrix), \
+      NAMED_ROTATED(type##_192, _matrix), NAMED_ROTATED(type##_256, _matrix)
+constexpr Named kKernels[] = {
+    NAMED_TWO_BYTES(bf16),          NAMED_TWO_BYTES(f16),
+    NAMED_BY_LANES(f32_128),        NAMED_BY_LANES(f32_256),
+    NAMED_ROTATED(f32_128, _whole), NAMED_ROTATED(f32_256, _whole)};
 
 Kernel kernel;
 zyfa::gpu::QuantizeArgs args;

@@ -81,8 +81,8 @@ def test_a_call_comes_back(run, dtype, options):
 @pytest.mark.parametrize(
     ("precision", "kernels"),
     [
-        ("int8", ["measure"] * 3 + ["tokens_whole", "blocks_whole", "channels"]),
-        ("fp8", ["measure"] * 2 + ["rotated_whole"] * 4 + [""] * 2),
+        ("int8", ["measure"] * 3 + ["tokens_matrix", "blocks_matrix", "channels"]),
+        ("fp8", ["measure"] * 2 + ["rotated_matrix"] * 4 + [""] * 2),
     ],
 )
 def test_three_come_back_together(cuda, host_kernels, precision, kernels):
@@ -96,7 +96,7 @@ def test_three_come_back_together(cuda, host_kernels, precision, kernels):
     ]
     assert sorted(names) == sorted(kernels)
     for launch, name in zip(launches, names, strict=True):
-        rotates = name.endswith("whole")
+        rotates = name.endswith("matrix")
         assert ("weight" in launch.buffers()) == rotates
         assert launch.args.heads in (4, 2)
         if "mean" in launch.buffers():
@@ -138,12 +138,12 @@ def test_nothing_together(cuda, host_kernels, empty):
     ("dim", "kernel", "threads", "hadamard", "parts"),
     [
         (8, "128_rotated", 32, 8, 1),
-        (64, "128_rotated", 256, 64, 8),
+        (64, "64_rotated_matrix", 256, 64, 1),
         (96, "128_rotated", 384, 32, 12),
-        (128, "128_rotated_whole", 512, 128, 8),
+        (128, "128_rotated_matrix", 256, 128, 1),
         (136, "256_rotated", 288, 8, 17),
-        (192, "256_rotated", 384, 64, 24),
-        (256, "256_rotated_whole", 512, 256, 8),
+        (192, "192_rotated_matrix", 256, 64, 1),
+        (232, "256_rotated", 480, 8, 29),
     ],
 )
 def test_rotations(cuda, dim, kernel, threads, hadamard, parts):
@@ -288,7 +288,7 @@ def frame_bytes(code: bytes) -> dict[str, int]:
 def test_the_kernels_spill_nothing():
     frames = frame_bytes(EXTENSION.cuda_code_object("sm_90"))
     kernels = {x: n for x, n in frames.items() if x.startswith("zyfa_quantize_")}
-    assert len(kernels) == 54
+    assert len(kernels) == 66
     for name, size in kernels.items():
         # A thread holds 64 numbers of 32 bits, half of its registers.
         most = 16 if name.startswith("zyfa_quantize_f32_256") else 0

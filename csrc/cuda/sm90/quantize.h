@@ -4,10 +4,12 @@
 // A row (a token of the head) is cut into parts of eight elements, 16 bytes of
 // the two-byte types: consecutive threads hold consecutive parts of consecutive
 // rows, so that a warp's load or store is of whole lines. Where rows are
-// rotated by a Hadamard matrix, eight lanes (or fewer, of a smaller matrix)
-// hold the row of it: a part is then one, two or four chunks of eight elements,
-// eight chunks apart. Butterflies within a lane come first, then those between
-// lanes.
+// rotated by a Hadamard matrix, matrix products do most of it for two-byte
+// types and the usual head dims, without an exchange between lanes, which hold
+// numbers as the products take them. Else eight lanes (or fewer, of a smaller
+// matrix) hold the row of it: a part is then one, two or four chunks of eight
+// elements, eight chunks apart. Butterflies within a lane come first, then
+// those between lanes.
 //
 // All loads of a thread start before the first is used. Blocks that read again
 // what others have just read come in the reverse order: what those read last
@@ -21,634 +23,13 @@
 #define ZYFA_CUDA_SM90_QUANTIZE_H_
 
 #include <cstdint>
-#include <type_traits>
 
 #include "csrc/cuda/quantize_plan.h"
 #include "csrc/cuda/sm90/intrinsics.h"
+#include "csrc/cuda/sm90/quantize_tile.h"
 #include "csrc/gpu/quantize_args.h"
 
 namespace zyfa::sm90 {
-
-using gpu::kChunk;
-using gpu::QuantizeArgs;
-
-constexpr uint32_t kAllLanes = 0xffffffffu;
-constexpr float kInverseFp8Max = 1.0f / 448.0f;
-constexpr float kInt8Max = 127.0f;
-constexpr float kSmallestNormal = 0x1p-126f;
-constexpr uint32_t kInfinityBits = 0x7f800000u;
-constexpr float kGuardAbove = 0x1p64f;
-
-using Chunk = float[kChunk];
-
-// ---- Element types: eight elements from memory to float32.
-
-struct FromBF16 {
-  static constexpr int kBytes = 2;
-  static constexpr bool kOverflows = true;
-  static ZYFA_DEVICE void Widen(const uint4 (&raw)[1], Chunk& y) {
-    const uint32_t words[] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      y[2 * i] = __uint_as_float(words[i] << 16);
-      y[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
-    }
-  }
-};
-
-struct FromF16 {
-  static constexpr int kBytes = 2;
-  static constexpr bool kOverflows = false;
-  static ZYFA_DEVICE void Widen(const uint4 (&raw)[1], Chunk& y) {
-    const uint32_t words[] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) WidenHalves(words[i], y[2 * i], y[2 * i + 1]);
-  }
-};
-
-struct FromF32 {
-  static constexpr int kBytes = 4;
-  static constexpr bool kOverflows = true;
-  static ZYFA_DEVICE void Widen(const uint4 (&raw)[2], Chunk& y) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      y[4 * i] = __uint_as_float(raw[i].x);
-      y[4 * i + 1] = __uint_as_float(raw[i].y);
-      y[4 * i + 2] = __uint_as_float(raw[i].z);
-      y[4 * i + 3] = __uint_as_float(raw[i].w);
-    }
-  }
-};
-
-// ---- Numbers
-
-// The magnitude, 0 of what is not finite.
-ZYFA_DEVICE float FiniteMagnitude(float x) {
-  const uint32_t bits = __float_as_uint(x) & 0x7fffffffu;
-  return __uint_as_float(bits < kInfinityBits ? bits : 0u);
-}
-
-ZYFA_DEVICE bool IsFinite(float x) {
-  return (__float_as_uint(x) & kInfinityBits) != kInfinityBits;
-}
-
-// The largest of a warp's, none of which is negative; NaN if any is.
-ZYFA_DEVICE float WarpMaximum(float x) {
-  return __uint_as_float(__reduce_max_sync(kAllLanes, __float_as_uint(x)));
-}
-
-// The descale of numbers up to `largest`. One below the normal range could be
-// flushed to zero.
-ZYFA_DEVICE float DescaleOf(float largest, float inverse_max) {
-  return fmaxf(largest * inverse_max, kSmallestNormal);
-}
-
-// A small number plus this is rounded to an integer, and has it as its lowest
-// bits.
-constexpr float kByteFrame = 0x1.8p23f;
-
-ZYFA_DEVICE void Butterfly(float& a, float& b) {
-  const float sum = a + b;
-  b = a - b;
-  a = sum;
-}
-
-// What to divide by, of numbers times `factor`, on the way to FP8.
-struct Divisor {
-  // Infinities become the largest FP8 number, to which this rounds; that number
-  // times the largest descale would overflow.
-  static constexpr float kAlmostMax = 447.0f;
-
-  // Below that, remainders of the division could be too small for float32.
-  ZYFA_DEVICE explicit Divisor(float by)
-      : factor(by < 0x1p-60f ? 0x1p64f : 1.0f),
-        descale(by * factor),
-        inverse(1.0f / descale) {}
-
-  // The sign of zeros included. The first quotient is within two units of the
-  // last place; its remainder is exact, and corrects it.
-  ZYFA_DEVICE float Divide(float y) const {
-    const float limit = kAlmostMax * descale;
-    const float clamped = Maximum(Minimum(y, limit), -limit);
-    const float quotient = clamped * inverse;
-    const float excess = __fmaf_rn(quotient, descale, -clamped);
-    return __fmaf_rn(-excess, inverse, quotient);
-  }
-
-  float factor;
-  float descale;
-  float inverse;
-};
-
-// ---- The warp's share of the tile
-
-// kSlots parts of kChunks chunks each for every lane.
-template <class Type, int kSlots, int kChunks, bool kRotates>
-class WarpTile {
- public:
-  ZYFA_DEVICE WarpTile(const QuantizeArgs& args, int64_t first_element,
-                       int valid_tokens, int64_t head)
-      : x_(static_cast<const char*>(args.x) + first_element * Type::kBytes),
-        values_(static_cast<char*>(args.values) + first_element),
-        hadamard_(kWhole ? kChunks * gpu::kRotatedLanes * kChunk
-                         : args.hadamard) {
-    constexpr int kRows = gpu::kQuantizeTokens / kSlots;
-    const uint32_t parts = args.head_dim / (kChunk * kChunks);
-    const uint32_t row =
-        (threadIdx.x * args.row_inverse) >> gpu::kRowInverseShift;
-    row_ = static_cast<int>(row);
-    channel_ = static_cast<int>((threadIdx.x - row * parts) * kChunk);
-    const int token = args.heads * args.head_dim;
-    element_ = row_ * token + channel_;
-    step_ = kRows * token;
-    // The last warp may have threads beyond the step's last row.
-    valid_ = row_ < kRows ? valid_tokens - row_ : 0;
-    const int64_t channels = head * args.head_dim;
-    mean_ = args.mean == nullptr ? nullptr : args.mean + channels;
-    weight_ = args.weight == nullptr ? nullptr : args.weight + channels;
-  }
-
-  // Loads; subtracts the mean, multiplies by the weight and rotates, all of it
-  // times `guard`.
-  ZYFA_DEVICE void Load(float guard, uint64_t policy) {
-    guard_ = guard;
-    uint4 raw[kSlots][kChunks][kVectors];
-#pragma unroll
-    for (int i = 0; i < kSlots; ++i) {
-#pragma unroll
-      for (int j = 0; j < kChunks; ++j) LoadChunk(i, j, policy, raw[i][j]);
-    }
-#pragma unroll
-    for (int j = 0; j < kChunks; ++j) {
-#pragma unroll
-      for (int i = 0; i < kSlots; ++i) {
-        if constexpr (kRotates) {
-          Type::Widen(raw[i][j], held_[i][j]);
-        } else {
-#pragma unroll
-          for (int k = 0; k < kVectors; ++k) held_[i][j][k] = raw[i][j][k];
-        }
-      }
-      if constexpr (kRotates) Prepare(j);
-    }
-    if constexpr (kRotates) {
-#pragma unroll
-      for (auto& part : held_) Rotate(part);
-    }
-  }
-
-  // The largest magnitude of the warp; NaN if any is.
-  ZYFA_DEVICE float Largest() {
-    float largest = 0.0f;
-    ForEach([&](int, int, const Chunk& y) {
-#pragma unroll
-      for (const float value : y) largest = Maximum(largest, fabsf(value));
-    });
-    if constexpr (!kRotates) Pin();
-    return WarpMaximum(largest) * Norm();
-  }
-
-  ZYFA_DEVICE float LargestFinite() const {
-    float largest = 0.0f;
-    ForEach([&](int, int, const Chunk& y) { IncludeFinite(y, largest); });
-    return WarpMaximum(largest) * Norm();
-  }
-
-  // The largest magnitude of each row's part, NaN if any is.
-  ZYFA_DEVICE void LargestOfRows(float (&of_row)[kSlots]) const {
-#pragma unroll
-    for (float& largest : of_row) largest = 0.0f;
-    ForEach([&](int i, int, const Chunk& y) {
-#pragma unroll
-      for (const float value : y) of_row[i] = Maximum(of_row[i], fabsf(value));
-    });
-  }
-
-  ZYFA_DEVICE void LargestFiniteOfRows(float (&of_row)[kSlots]) const {
-#pragma unroll
-    for (float& largest : of_row) largest = 0.0f;
-    ForEach([&](int i, int, const Chunk& y) { IncludeFinite(y, of_row[i]); });
-  }
-
-  // From the largest of each row's part to that of the row, the rotation's
-  // factor included. All threads of the block call this.
-  ZYFA_DEVICE void OverRows(float (&of_row)[kSlots],
-                            uint32_t (&shared)[gpu::kQuantizeTokens]) const {
-#pragma unroll
-    for (int bit = 0; bit < 3; ++bit) {
-      if (!Crosses(bit)) continue;
-#pragma unroll
-      for (float& largest : of_row) {
-        const float other = __shfl_xor_sync(kAllLanes, largest, 1 << bit);
-        largest = fmaxf(largest, other);
-      }
-    }
-    if constexpr (!kWhole) {
-      // A row may be of several warps.
-      for (int i = static_cast<int>(threadIdx.x); i < gpu::kQuantizeTokens;
-           i += static_cast<int>(blockDim.x)) {
-        shared[i] = 0;
-      }
-      __syncthreads();
-#pragma unroll
-      for (int i = 0; i < kSlots; ++i) {
-        if (!IsValid(i)) continue;
-        atomicMax(&shared[TokenOf(i)], __float_as_uint(of_row[i]));
-      }
-      __syncthreads();
-    }
-#pragma unroll
-    for (int i = 0; i < kSlots; ++i) {
-      if (!kWhole && IsValid(i)) {
-        of_row[i] = __uint_as_float(shared[TokenOf(i)]);
-      }
-      of_row[i] *= Norm();
-    }
-  }
-
-  // use(slot, token of the tile) for each of the lane's rows.
-  template <class Use>
-  ZYFA_DEVICE void ForRows(const Use& use) const {
-#pragma unroll
-    for (int i = 0; i < kSlots; ++i) {
-      if (IsValid(i)) use(i, TokenOf(i));
-    }
-  }
-
-  // use(token of the tile) for those of which the lane has a part with NaN.
-  template <class Use>
-  ZYFA_DEVICE void ForNaN(const Use& use) const {
-#pragma unroll 1
-    for (int i = 0; i < kSlots; ++i) {
-      bool nan = false;
-#pragma unroll 1
-      for (int j = 0; j < kChunks; ++j) {
-        uint4 raw[kVectors];
-        Chunk x;
-        LoadChunk(i, j, KeepPolicy(), raw);
-        Type::Widen(raw, x);
-#pragma unroll
-        for (const float value : x) nan |= value != value;
-      }
-      if (nan) use(TokenOf(i));
-    }
-  }
-
-  // Of the lane's rows, for each channel: the sum, times gpu::kSumScale, of the
-  // distances from `origin`, and that of their squares, which is not finite if
-  // a number is not.
-  ZYFA_DEVICE void Sums(const Chunk& origin, Chunk& sum, Chunk& squares) {
-#pragma unroll
-    for (int k = 0; k < kChunk; ++k) sum[k] = squares[k] = 0.0f;
-    ForEach([&](int, int, const Chunk& y) {
-#pragma unroll
-      for (int k = 0; k < kChunk; ++k) {
-        const float distance = y[k] - origin[k];
-        sum[k] += distance;
-        squares[k] = __fmaf_rn(distance, distance, squares[k]);
-      }
-    });
-#pragma unroll
-    for (float& x : sum) x *= gpu::kSumScale;
-    Pin();
-  }
-
-  // The same of finite numbers alone, which may be so large that a sum needs
-  // its scale from the first.
-  ZYFA_DEVICE void FiniteSums(const Chunk& origin, Chunk& sum,
-                              Chunk& squares) const {
-#pragma unroll
-    for (int k = 0; k < kChunk; ++k) sum[k] = squares[k] = 0.0f;
-    ForEach([&](int, int, const Chunk& y) {
-#pragma unroll
-      for (int k = 0; k < kChunk; ++k) {
-        if (!IsFinite(y[k])) continue;
-        const float distance = y[k] - origin[k];
-        sum[k] += __fmaf_rn(y[k], gpu::kSumScale, -gpu::kSumScale * origin[k]);
-        squares[k] = __fmaf_rn(distance, distance, squares[k]);
-      }
-    });
-  }
-
-  // How many are finite.
-  ZYFA_DEVICE void Count(Chunk& count) const {
-#pragma unroll
-    for (float& x : count) x = 0.0f;
-    ForEach([&](int, int, const Chunk& y) {
-#pragma unroll
-      for (int k = 0; k < kChunk; ++k) count[k] += IsFinite(y[k]) ? 1.0f : 0.0f;
-    });
-  }
-
-  // The largest and the smallest, of finite numbers alone if not all are.
-  ZYFA_DEVICE void Extremes(bool finite, Chunk& high, Chunk& low) const {
-#pragma unroll
-    for (int k = 0; k < kChunk; ++k) {
-      high[k] = __uint_as_float(kInfinityBits | 0x80000000u);
-      low[k] = __uint_as_float(kInfinityBits);
-    }
-    ForEach([&](int, int, const Chunk& y) {
-#pragma unroll
-      for (int k = 0; k < kChunk; ++k) {
-        if (!finite && !IsFinite(y[k])) continue;
-        high[k] = fmaxf(high[k], y[k]);
-        low[k] = fminf(low[k], y[k]);
-      }
-    });
-  }
-
-  // A number of each channel that is not far from the tile's, and finite.
-  ZYFA_DEVICE void Origin(Chunk& origin) const {
-    uint4 raw[kVectors];
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      const char* from = x_ + channel_ * Type::kBytes + k * 16;
-      raw[k] = LoadIf(true, from, KeepPolicy());
-    }
-    Type::Widen(raw, origin);
-#pragma unroll
-    for (float& x : origin) x = IsFinite(x) ? x : 0.0f;
-  }
-
-  ZYFA_DEVICE int row() const { return row_; }
-  ZYFA_DEVICE int channel() const { return channel_; }
-
-  // What to multiply input and mean with so that no sum overflows.
-  ZYFA_DEVICE float Guard() const {
-    float largest = 0.0f;
-#pragma unroll 1
-    for (int i = 0; i < kSlots; ++i) {
-#pragma unroll 1
-      for (int j = 0; j < kChunks; ++j) {
-        uint4 raw[kVectors];
-        Chunk x;
-        LoadChunk(i, j, KeepPolicy(), raw);
-        Type::Widen(raw, x);
-        IncludeFinite(x, largest);
-        if (mean_ != nullptr) {
-          LoadMean(j, x);
-          IncludeFinite(x, largest);
-        }
-      }
-    }
-    return WarpMaximum(largest) > kGuardAbove ? 1.0f / kGuardAbove : 1.0f;
-  }
-
-  // Divides by the descale, rounds and stores.
-  ZYFA_DEVICE void Store(float descale) const {
-    const Divisor by(descale);
-    const float scale = Norm() * by.factor;
-    ForEach([&](int i, int j, const Chunk& y) {
-      Chunk quotients;
-#pragma unroll
-      for (int k = 0; k < kChunk; ++k) quotients[k] = by.Divide(y[k] * scale);
-      StoreE4m3(i, j, quotients);
-    });
-  }
-
-  // The same with a descale for each channel; tokens of which `nan` is not 0
-  // become NaN.
-  ZYFA_DEVICE void StoreByChannel(const float* descales,
-                                  const uint8_t* nan) const {
-    Chunk descale;
-    LoadFloats(descales + channel_, descale);
-    bool marked[kSlots] = {};
-    ForRows([&](int i, int token) { marked[i] = __ldg(nan + token) != 0; });
-    ForEach([&](int i, int j, const Chunk& y) {
-      Chunk quotients;
-#pragma unroll
-      for (int k = 0; k < kChunk; ++k) {
-        const Divisor by(descale[k]);
-        const float quotient = by.Divide(y[k] * by.factor);
-        quotients[k] = marked[i] ? __uint_as_float(0x7fffffffu) : quotient;
-      }
-      StoreE4m3(i, j, quotients);
-    });
-  }
-
-  // Multiplies each row by its number, rounds to int8 and stores.
-  template <bool kFinite>
-  ZYFA_DEVICE void StoreInt8(const float (&inverse)[kSlots]) const {
-    ForEach([&](int i, int j, const Chunk& y) {
-      uint32_t codes[kChunk];
-#pragma unroll
-      for (int k = 0; k < kChunk; ++k) {
-        if constexpr (kFinite) {
-          // Rounded once, to the frame's integers.
-          const float framed = __fmaf_rn(y[k], inverse[i], kByteFrame);
-          codes[k] = __float_as_uint(framed);
-        } else {
-          const float number = y[k] == y[k] ? y[k] * inverse[i] : 0.0f;
-          const float clamped = fmaxf(fminf(number, kInt8Max), -kInt8Max);
-          codes[k] = __float_as_uint(clamped + kByteFrame);
-        }
-      }
-      const uint2 bytes = {LowBytes(codes[0], codes[1], codes[2], codes[3]),
-                           LowBytes(codes[4], codes[5], codes[6], codes[7])};
-      *reinterpret_cast<uint2*>(values_ + ElementOf(i, j)) = bytes;
-    });
-  }
-
-  // What makes the rotation orthonormal: what is held lacks it.
-  ZYFA_DEVICE float Norm() const {
-    return kRotates ? 1.0f / sqrtf(static_cast<float>(hadamard_)) : 1.0f;
-  }
-
- private:
-  static constexpr int kVectors = kChunk * Type::kBytes / 16;
-  static constexpr int kChunkStride = gpu::kRotatedLanes * kChunk;
-
-  // Whether eight lanes hold a row.
-  static constexpr bool kWhole = kChunks > 1;
-
-  // Numbers as they came; or rotated ones, which take longer to make again.
-  using Held = std::conditional_t<kRotates, Chunk, uint4[kVectors]>;
-
-  // Has the compiler keep what is held, and not what was made of it.
-  ZYFA_DEVICE void Pin() {
-#pragma unroll
-    for (auto& part : held_) {
-#pragma unroll
-      for (auto& chunk : part) {
-#pragma unroll
-        for (uint4& x : chunk) {
-          asm volatile("" : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w));
-        }
-      }
-    }
-  }
-
-  static ZYFA_DEVICE void IncludeFinite(const Chunk& y, float& largest) {
-#pragma unroll
-    for (const float value : y)
-      largest = fmaxf(largest, FiniteMagnitude(value));
-  }
-
-  ZYFA_DEVICE bool IsValid(int i) const {
-    return i * (gpu::kQuantizeTokens / kSlots) < valid_;
-  }
-
-  ZYFA_DEVICE int TokenOf(int i) const {
-    return row_ + i * (gpu::kQuantizeTokens / kSlots);
-  }
-
-  ZYFA_DEVICE int64_t ElementOf(int i, int j) const {
-    return element_ + i * step_ + j * kChunkStride;
-  }
-
-  ZYFA_DEVICE void LoadChunk(int i, int j, uint64_t policy,
-                             uint4 (&raw)[kVectors]) const {
-    const char* from = x_ + ElementOf(i, j) * Type::kBytes;
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      raw[k] = LoadIf(IsValid(i), from + k * 16, policy);
-    }
-  }
-
-  // From the first-level cache each time, for want of registers.
-  static ZYFA_DEVICE float4 LoadFour(const float* from) {
-    const uint4 raw = LoadIf(true, from, KeepPolicy());
-    return {__uint_as_float(raw.x), __uint_as_float(raw.y),
-            __uint_as_float(raw.z), __uint_as_float(raw.w)};
-  }
-  static ZYFA_DEVICE void LoadFloats(const float* from, Chunk& x) {
-    const uint4 raw[] = {LoadIf(true, from, KeepPolicy()),
-                         LoadIf(true, from + 4, KeepPolicy())};
-    FromF32::Widen(raw, x);
-  }
-  ZYFA_DEVICE void LoadMean(int j, Chunk& mean) const {
-    LoadFloats(mean_ + channel_ + j * kChunkStride, mean);
-  }
-
-  // Subtracts the mean, and multiplies by weight and guard. These are powers of
-  // two, so that one rounding remains. Four channels at a time, for want of
-  // registers.
-  ZYFA_DEVICE void Prepare(int j) {
-#pragma unroll
-    for (int half = 0; half < kChunk; half += 4) {
-      const int channel = channel_ + j * kChunkStride + half;
-      float4 scale = {guard_, guard_, guard_, guard_};
-      float4 shift = {-0.0f, -0.0f, -0.0f, -0.0f};
-      if (weight_ != nullptr) {
-        const float4 x = LoadFour(weight_ + channel);
-        scale = {guard_ * x.x, guard_ * x.y, guard_ * x.z, guard_ * x.w};
-      }
-      if (mean_ != nullptr) {
-        const float4 x = LoadFour(mean_ + channel);
-        shift = {-scale.x * x.x, -scale.y * x.y, -scale.z * x.z,
-                 -scale.w * x.w};
-      }
-#pragma unroll
-      for (auto& part : held_) {
-        float* y = &part[j][half];
-        y[0] = __fmaf_rn(y[0], scale.x, shift.x);
-        y[1] = __fmaf_rn(y[1], scale.y, shift.y);
-        y[2] = __fmaf_rn(y[2], scale.z, shift.z);
-        y[3] = __fmaf_rn(y[3], scale.w, shift.w);
-      }
-    }
-  }
-
-  ZYFA_DEVICE void Widen(const uint4 (&raw)[kVectors], const Chunk& mean,
-                         Chunk& y) const {
-    Type::Widen(raw, y);
-    if (mean_ != nullptr) {
-#pragma unroll
-      for (int k = 0; k < kChunk; ++k) {
-        y[k] = __fmaf_rn(-mean[k], guard_, y[k] * guard_);
-      }
-    }
-  }
-
-  ZYFA_DEVICE void StoreE4m3(int i, int j, const Chunk& y) const {
-    const uint2 codes = {PackE4m3(y[0], y[1]) | PackE4m3(y[2], y[3]) << 16,
-                         PackE4m3(y[4], y[5]) | PackE4m3(y[6], y[7]) << 16};
-    *reinterpret_cast<uint2*>(values_ + ElementOf(i, j)) = codes;
-  }
-
-  static ZYFA_DEVICE uint32_t LowBytes(uint32_t a, uint32_t b, uint32_t c,
-                                       uint32_t d) {
-    return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040),
-                       0x5410);
-  }
-
-  // use(slot, chunk, y) for each chunk of the tokens that are there.
-  template <class Use>
-  ZYFA_DEVICE void ForEach(const Use& use) const {
-#pragma unroll
-    for (int j = 0; j < kChunks; ++j) {
-#pragma unroll
-      for (int i = 0; i < kSlots; ++i) {
-        if (!IsValid(i)) continue;
-        if constexpr (kRotates) {
-          use(i, j, held_[i][j]);
-        } else {
-          Chunk y, mean;
-          if (mean_ != nullptr) LoadMean(j, mean);
-          Widen(held_[i][j], mean, y);
-          use(i, j, y);
-        }
-      }
-    }
-  }
-
-  // Whether the matrix is so large that it joins lanes by that bit.
-  ZYFA_DEVICE bool Crosses(int bit) const {
-    return kChunks > 1 || hadamard_ > kChunk << bit;
-  }
-
-  ZYFA_DEVICE void Rotate(Chunk (&part)[kChunks]) const {
-#pragma unroll
-    for (auto& y : part) {
-#pragma unroll
-      for (int stride = 1; stride < kChunk; stride *= 2) {
-#pragma unroll
-        for (int k = 0; k < kChunk; ++k) {
-          if ((k & stride) == 0) Butterfly(y[k], y[k + stride]);
-        }
-      }
-    }
-#pragma unroll
-    for (int stride = 1; stride < kChunks; stride *= 2) {
-#pragma unroll
-      for (int j = 0; j < kChunks; ++j) {
-        if (j & stride) continue;
-#pragma unroll
-        for (int k = 0; k < kChunk; ++k) {
-          Butterfly(part[j][k], part[j + stride][k]);
-        }
-      }
-    }
-#pragma unroll
-    for (int bit = 0; bit < 3; ++bit) {
-      if (!Crosses(bit)) continue;
-      const float sign = (threadIdx.x >> bit & 1) != 0 ? -1.0f : 1.0f;
-#pragma unroll
-      for (auto& y : part) {
-#pragma unroll
-        for (float& value : y) {
-          const float other = __shfl_xor_sync(kAllLanes, value, 1 << bit);
-          value = __fmaf_rn(sign, value, other);
-        }
-      }
-    }
-  }
-
-  const char* const x_;  // of the tile
-  char* const values_;   // of the tile
-  const int hadamard_;
-  const float* mean_;    // of the head; null: zeros
-  const float* weight_;  // of the head; null: ones
-  int row_;              // the lane's, of a step
-  int channel_;          // the lane's first
-  int element_;          // of the tile, the lane's first
-  int step_;             // elements from slot to slot
-  int valid_;            // tokens from the lane's first row to the last
-  float guard_;
-  Held held_[kSlots][kChunks];
-};
-
-// ---- The kernel
 
 // The largest of the block's; every thread of a warp has the warp's.
 ZYFA_DEVICE float BlockMaximum(float of_warp) {
@@ -724,14 +105,15 @@ ZYFA_DEVICE float FindDescale(const QuantizeArgs& args, const Tile& tile,
   return descale;
 }
 
-template <class Type, int kSlots, int kChunks, bool kRotates>
+template <class Type, class Layout>
 ZYFA_DEVICE void Quantize(const QuantizeArgs& args) {
   const Tile tile(args);
-  WarpTile<Type, kSlots, kChunks, kRotates> warp(args, tile.first_element,
-                                                 tile.valid_tokens, tile.head);
+  WarpTile<Type, Layout> warp(args, tile.first_element, tile.valid_tokens,
+                              tile.head);
 
   const bool finds = args.given == nullptr;
-  const bool overflows = Type::kOverflows && (kRotates || args.mean != nullptr);
+  const bool overflows =
+      Type::kOverflows && (Layout::kRotates || args.mean != nullptr);
   const uint64_t policy =
       args.values == nullptr ? KeepPolicy() : LastUsePolicy();
   const auto largest_of = [&] {
@@ -755,8 +137,8 @@ template <class Type, int kSlots>
 ZYFA_DEVICE void QuantizeChannels(const QuantizeArgs& all_args) {
   const QuantizeArgs args = Unprepared(all_args);
   const Tile tile(args);
-  WarpTile<Type, kSlots, 1, false> warp(args, tile.first_element,
-                                        tile.valid_tokens, tile.head);
+  WarpTile<Type, ByLanes<kSlots, 1, false>> warp(args, tile.first_element,
+                                                 tile.valid_tokens, tile.head);
   warp.Load(1.0f, LastUsePolicy());
   warp.StoreByChannel(args.given + tile.head * args.head_dim,
                       args.nan + tile.token_index);
@@ -765,11 +147,12 @@ ZYFA_DEVICE void QuantizeChannels(const QuantizeArgs& all_args) {
 // To int8, with a descale found for each token or for the tile. Numbers that
 // are not finite have no part in it. What int8 cannot say of NaN, the descale
 // of a token or a mark does.
-template <class Type, int kSlots, int kChunks, bool kByToken>
+template <class Type, class Layout, bool kByToken>
 ZYFA_DEVICE void QuantizeInt8(const QuantizeArgs& args) {
   const Tile tile(args);
-  WarpTile<Type, kSlots, kChunks, true> warp(args, tile.first_element,
-                                             tile.valid_tokens, tile.head);
+  constexpr int kSlots = Layout::kSlots;
+  WarpTile<Type, Layout> warp(args, tile.first_element, tile.valid_tokens,
+                              tile.head);
   float of_row[kSlots];
   const auto largest_of = [&] {
     if constexpr (kByToken) {
@@ -803,7 +186,7 @@ ZYFA_DEVICE void QuantizeInt8(const QuantizeArgs& args) {
     if (warp.channel() == 0) {
       warp.ForRows([&](int i, int token) { found[token] = of_row[i]; });
     }
-    if constexpr (kChunks > 1) {
+    if constexpr (Layout::kWhole) {
       __syncwarp();  // of one warp are all lanes of a row
     } else {
       __syncthreads();
@@ -843,8 +226,8 @@ ZYFA_DEVICE void Measure(const QuantizeArgs& all_args) {
   alignas(16) __shared__ float of_rows[2][cuda::kMaxQuantizeThreads * kChunk];
   __shared__ float origins[gpu::kMaxQuantizeDim];
   const Tile tile(args);
-  WarpTile<Type, kSlots, 1, false> warp(args, tile.first_element,
-                                        tile.valid_tokens, tile.head);
+  WarpTile<Type, ByLanes<kSlots, 1, false>> warp(args, tile.first_element,
+                                                 tile.valid_tokens, tile.head);
   warp.Load(1.0f, KeepPolicy());
   Chunk origin, first, second;
   warp.Origin(origin);
