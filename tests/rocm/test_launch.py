@@ -457,7 +457,7 @@ BATCH_2_16 = {
         ({"shapes": {"lse": (1, 5, 2)}}, "lse takes shape"),
         ({"shapes": {"out": (1, 5, 2, 127)}}, "out takes shape"),
         ({"kv_block": 128}, "one descale for all keys, got kv_block 128"),
-        ({"dtypes": I8, "kv_block": 128}, "one descale of v for all keys, got kv_block"),
+        ({"dtypes": I8, "kv_block": 128}, "one descale of v for all keys, got kv"),
         ({"shapes": {"v_scale": (1, 1, 1, 128)}}, "for all channels of v, got one for"),
         ({"kv_block": 100}, "kv_block is a multiple of 128"),
         ({"q_block": -1}, "q_block is 0 or more"),
