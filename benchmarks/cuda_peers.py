@@ -15,7 +15,7 @@ import numpy as np
 import zyfa_jax
 
 from .calls import Call, Case, Given, Tensor, descales_of, jax_nn, tensors_of
-from .shapes import BF16, FP8
+from .shapes import BF16, FP8, INT8, SHORT
 
 # XLA's own holds them in float32, more than once.
 MOST_LOGIT_BYTES = 12 << 30
@@ -50,7 +50,12 @@ class Implementation:
     prepare: Callable[[Case, Given], Prepared]
 
     def __str__(self) -> str:
-        return f"{self.name} {'FP8' if self.dtype == FP8 else 'BF16'}"
+        return f"{self.name} {SHORT[self.dtype]}"
+
+    @property
+    def given_dtype(self) -> str:
+        """Of what `prepare` is given: int8 is rounded there, from bfloat16."""
+        return BF16 if self.dtype == INT8 else self.dtype
 
     @property
     def ours(self) -> bool:
@@ -69,6 +74,13 @@ def _zyfa(case: Case, given: Given) -> Prepared:
     options = options_of(case, given)
     attention = jax.jit(functools.partial(zyfa_jax.attention, **options))
     return Prepared(functools.partial(attention, *_on_device(given)))
+
+
+def _zyfa_int8(case: Case, given: Given) -> Prepared:
+    """Rounded together, before the clock starts."""
+    rounded = zyfa_jax.quantize_qkv(*_on_device(given))
+    attention = jax.jit(functools.partial(zyfa_jax.attention, causal=case.causal))
+    return Prepared(functools.partial(attention, *(x.detach() for x in rounded)))
 
 
 def _cudnn_attention() -> Any:
@@ -187,6 +199,7 @@ def _refuse_cpu(what: str) -> None:
 IMPLEMENTATIONS = (
     Implementation("zyfa_jax", FP8, _zyfa),
     Implementation("cuDNN", FP8, _cudnn_fp8),
+    Implementation("zyfa_jax", INT8, _zyfa_int8),
     Implementation("zyfa_jax", BF16, _zyfa),
     Implementation("cuDNN", BF16, _cudnn),
     Implementation("torch cuDNN", BF16, _torch),

@@ -31,7 +31,11 @@ Track = Callable[[Sequence[Callable[[], "Share"]]], Iterable[Callable[[], "Share
 
 HEADS = 64
 LENGTHS = (2048, 4096, 16384, 32768)
-KERNELS = ("fp8_128x128", "fp8_192x128", "bf16_128x128", "bf16_192x128")
+KERNELS = (
+    *("fp8_128x128", "fp8_192x128"),
+    *("int8_128x128", "int8_192x128"),
+    *("bf16_128x128", "bf16_192x128"),
+)
 PREFIX = "zyfa_attention_"
 BAR = 20
 # Constants are believed that put public kernels where they were published: with a
@@ -303,7 +307,11 @@ def sensitivity(found: dict[str, Kernel]) -> Table:
     """What each unresolved constant alone does to the share of peak at 16k."""
     from tools.gfx950.timing import constants, whole
 
-    kernels = {name: whole.Traced(found[PREFIX + name]) for name in KERNELS[::2]}
+    kernels = {
+        name: kernel
+        for name, kernel in traced(found).items()
+        if kernel.shape.head_dim == kernel.shape.value_dim
+    }
     table = Table("constant", "value", title="Share of peak at 16k, calibrated anew")
     table.add_column("factor", justify="right")
     table.add_column("worst public kernel", justify="right")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-FP8, BF16 = "float8_e4m3fn", "bfloat16"
+FP8, BF16, INT8 = "float8_e4m3fn", "bfloat16", "int8"
+SHORT = {FP8: "FP8", BF16: "BF16", INT8: "INT8"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -113,7 +113,7 @@ def attention(
       v: values, (B, S, K, E) or (S, K, E), of q's dtype, and float8_e4m3fn where that
         is int8. The CPU kernel takes D and E that are multiples of 8 up to 256, the
         ROCm kernels D 128 or 192 and E 128; others take a slower path (`backends` says
-        more), as does int8 on GPUs.
+        more), as does int8 on NVIDIA GPUs.
       causal: whether a query sees no key past its own position.
       scale: what logits are multiplied by; a number or a traced scalar. By default
         1 / sqrt(D).

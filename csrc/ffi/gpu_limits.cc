@@ -62,8 +62,12 @@ std::string GpuRefusal(const AttentionParams& p, bool has_kernel) {
            Name(p.in_dtype) + " with " + two(p.head_dim, p.value_dim);
   }
   const bool is_int8 = p.in_dtype == DType::kI8;
-  if (p.kv_block != 0 && !(is_int8 && p.v_channels)) {
-    return "one descale for all keys, but int8 keys, got kv_block " +
+  if (p.kv_block != 0 && !is_int8) {
+    return "one descale for all keys, got kv_block " +
+           std::to_string(p.kv_block);
+  }
+  if (p.kv_block != 0 && !p.v_channels) {
+    return "one descale of v for all keys, got kv_block " +
            std::to_string(p.kv_block);
   }
   if (p.v_channels && !is_int8) {

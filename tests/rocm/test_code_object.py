@@ -3,6 +3,8 @@
 import pytest
 
 from benchmarks import gfx950 as benchmark
+from benchmarks import gfx950_speed
+from tools.gfx950.timing import constants, whole
 from zyfa_jax import _ffi
 
 EXTENSION = _ffi.load()
@@ -47,6 +49,20 @@ def test_a_full_bf16_tile_takes_one_exponential_for_each_logit(dims):
     mix = benchmark.tile_mix(KERNELS[f"zyfa_attention_bf16_{dims}"])
     assert mix.kinds["v_exp"] == 32
     assert mix.kinds[benchmark.MATRIX] == 2 * (int(dims[:3]) // 16) + 16
+
+
+@pytest.mark.parametrize("dims", ["128x128", "192x128"])
+def test_int8_keeps_the_speed_of_fp8_in_the_cycle_model(dims):
+    int8, fp8 = (
+        whole.Traced(KERNELS[f"zyfa_attention_{kind}_{dims}"])
+        for kind in ("int8", "fp8")
+    )
+    for tokens in gfx950_speed.LENGTHS:
+        of_int8, of_fp8 = (
+            gfx950_speed.share(kernel, constants.nominal(), tokens)
+            for kernel in (int8, fp8)
+        )
+        assert of_int8 >= 0.95 * of_fp8
 
 
 def test_aiters_mix_adds_up():

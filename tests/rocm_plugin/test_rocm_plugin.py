@@ -83,6 +83,16 @@ def test_attention_equals_the_cpus(rocm, cpu, dtype, dims):
     assert launch.grid == (4, 1, 1)
 
 
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128)], ids=str)
+def test_int8_equals_the_cpus(rocm, cpu, dims):
+    arrays = jax.device_put(small(F32, dims, tokens=(40, 300)), cpu)
+    inputs = jax.device_get(tuple(x.detach() for x in zyfa_jax.quantize_qkv(*arrays)))
+    function = call()
+    results, (launch,) = run(rocm, function, inputs)
+    assert_near_cpu(cpu, results, function, inputs, TOLERANCES[FP8])
+    assert launch.kernel == f"zyfa_attention_int8_{dims[0]}x{dims[1]}"
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -235,7 +245,7 @@ def test_the_check_of_the_kernels(rocm, monkeypatch, capsys):
         assert main(["check", "--tokens", "40", "--runs", "1"]) == 0
     printed = capsys.readouterr().out
     assert "architecture: gfx950" in printed
-    assert "all 18 within their bars" in printed
+    assert "all 22 within their bars" in printed
     assert {x.kernel.split("_")[1] for x in ours(launches)} >= {"attention"}
 
 
