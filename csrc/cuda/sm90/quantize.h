@@ -285,9 +285,13 @@ ZYFA_DEVICE void Measure(const QuantizeArgs& all_args) {
       all += of_row(0, k, channel);
       of_squares += of_row(1, k, channel);
     }
-    float* const numbers = to + args.head_dim + channel;
-    if (all_finite) *numbers = static_cast<float>(tile.valid_tokens);
-    const float number = *numbers;
+    auto number = static_cast<float>(tile.valid_tokens);
+    float* const counted = to + args.head_dim + channel;
+    if (all_finite) {
+      *counted = number;
+    } else {
+      number = *counted;  // what this thread has stored
+    }
     to[channel] = __fmaf_rn(number * gpu::kSumScale, origins[channel], all);
     // Less what the mean's distance from the origin adds.
     constexpr float kScaled = 1.0f / (gpu::kSumScale * gpu::kSumScale);
