@@ -1,4 +1,4 @@
-"""Error of FP8 attention against float64, on made-up and on saved inputs.
+"""Error of FP8 and INT8 attention against float64, on made-up and on saved inputs.
 
 Errors are norm(out - reference) / norm(reference), the mean over seeds, causal, with
 float32 output. Kernel errors compare with float64 attention over the same FP8 inputs,
@@ -26,6 +26,7 @@ from rich.table import Table
 import zyfa_jax
 from zyfa_jax import _gradient, reference
 from zyfa_jax._attention import canonical
+from zyfa_jax.flax import _fold
 
 from . import families, plot, report
 from .shapes import DEEPSEEK_V2_LITE, MISTRAL_7B
@@ -113,8 +114,25 @@ class Case:
         return {"scale": self.scale, "window": self.window}
 
 
+BFLOAT16 = "bfloat16, not quantized"
 TOGETHER: dict[Any, str] = {"fp8": "quantize_qkv, FP8", "int8": "quantize_qkv, INT8"}
 """Its precisions -> their names."""
+FOLDED = {
+    "INT8, rotated by weights": False,
+    "INT8, rotated and balanced by weights": True,
+}
+"""As `quantize_qkv` does on layers that `fold_rotation` changed, if nothing lay between
+projections and attention. Whether channels are balanced, by a case's first tokens."""
+SAMPLE = 4
+"""Of how many tokens one is among those."""
+PICTURED_OPTIONS = (
+    *TOGETHER.values(),
+    *FOLDED,
+    "tensor",
+    "head, k centred",
+    "head, centred, rotated",
+    "block, k centred",
+)
 
 Errors = dict[str, np.ndarray]
 """A row of the table -> its error in each of ROWS."""
@@ -186,7 +204,9 @@ def run(args: argparse.Namespace) -> int:
     if args.picture is not None:
         panels = _panels(kernels, title, options)
         device = jax.devices()[0].device_kind
-        plot.save(args.picture, f"Error of FP8 attention, {device}", panels, NOTE)
+        plot.save(
+            args.picture, f"Error of FP8 and INT8 attention, {device}", panels, NOTE
+        )
     return 1 if failures else 0
 
 
@@ -213,7 +233,7 @@ def kernel_errors(case: Case) -> Errors:
 
 
 def option_errors(case: Case) -> dict[str, float]:
-    """{quantize options: end-to-end error over all rows}."""
+    """{quantize options: end-to-end error over all rows}, bfloat16's first."""
     exact, _ = reference.attention(case.q, case.k, case.v, **case.options)
     inputs: Any = (case.q, case.k, case.v)
     quantized: dict[str, Any] = {
@@ -222,12 +242,24 @@ def option_errors(case: Case) -> dict[str, float]:
     }
     for precision, name in TOGETHER.items():
         quantized[name] = zyfa_jax.quantize_qkv(*inputs, precision=precision)
-    errors = {}
+    for name, balanced in FOLDED.items():
+        q, k = _folded(case.q, case.k, balanced)
+        quantized[name] = zyfa_jax.quantize_qkv(q, k, case.v, rotated=True)
+    out = _bfloat16_kernel(*inputs, **case.options)
+    errors = {BFLOAT16: float(_errors(out, exact)[0])}
     for name, rounded in quantized.items():
         rounded = (x.detach() for x in rounded)
         out = _fp8_kernel(*rounded, quadratic=None, **case.options)
         errors[name] = float(_errors(out, exact)[0])
     return errors
+
+
+def _folded(q: Any, k: Any, balanced: bool) -> tuple[jax.Array, jax.Array]:
+    sample = slice(-(-len(q) // SAMPLE))
+    of_q, of_k = _fold.exponents(q[sample], k[sample], None)
+    if not balanced:
+        of_q = of_k = None
+    return _fold.fold(q, None, of_q), _fold.fold(k, None, of_k)
 
 
 def add_bar(errors: dict[str, Errors], qk_dim: int, tokens: int) -> None:
@@ -274,6 +306,12 @@ def _family(name: str, tokens: int, dims: tuple[int, int], seed: int) -> Case:
     return Case(
         name, *families.make(name, tokens, qk_dim=qk_dim, v_dim=v_dim, seed=seed)
     )
+
+
+@functools.partial(jax.jit, static_argnames="window")
+def _bfloat16_kernel(q, k, v, **options):
+    inputs = (x.astype(jnp.bfloat16) for x in (q, k, v))
+    return zyfa_jax.attention(*inputs, out_dtype=jnp.float32, **options)
 
 
 @functools.partial(jax.jit, static_argnames=("quadratic", "window"))
@@ -391,7 +429,11 @@ def _panels(
         for i, where in enumerate(ROWS)
     ]
     by_options = f"By options of quantize, {title}"
-    return [*panels, plot.Groups(by_options, "end-to-end error", options)]
+    pictured = {
+        name: {row: errors[row] for row in PICTURED_OPTIONS}
+        for name, errors in options.items()
+    }
+    return [*panels, plot.Groups(by_options, "end-to-end error", pictured)]
 
 
 def _table(title: str, columns) -> Table:

@@ -102,18 +102,19 @@ def kind_of(opcode: str) -> str:
 def tile_mix(kernel: gfx950.Kernel) -> TileMix:
     """What a wave executes for one more full tile."""
     from tools.gfx950 import calls
+    from tools.gfx950.timing.workgroup import keys_of_tile
 
     shape = calls.Shape.of(kernel.name)
-    keys = 128 if shape.dtype.itemsize == 1 else 64
+    keys = keys_of_tile(shape)
 
     def report(tiles: int) -> gfx950.Report:
         # All logits alike, so that no tile moves the maximum.
         q, k, v = (
-            np.zeros((1, tokens, 1, dim), shape.dtype)
-            for tokens, dim in (
-                (calls.QUERY_BLOCK, shape.head_dim),
-                (keys * tiles, shape.head_dim),
-                (keys * tiles, shape.value_dim),
+            np.zeros((1, tokens, 1, dim), dtype)
+            for tokens, dim, dtype in (
+                (calls.QUERY_BLOCK, shape.head_dim, shape.dtype),
+                (keys * tiles, shape.head_dim, shape.dtype),
+                (keys * tiles, shape.value_dim, shape.value_dtype),
             )
         )
         return calls.attend(kernel, q, k, v, window=(-1, -1))[2]

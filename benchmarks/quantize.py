@@ -100,7 +100,9 @@ def prepare(case: Case, row: str) -> dict[str, Call]:
             lambda *x: [y.detach() for y in quantize_qkv(*x, precision=precision)]
         )
         plain = jax.jit(
-            functools.partial(numerics.define_together, precision=precision)
+            functools.partial(
+                numerics.define_together, precision=precision, rotated=False
+            )
         )
     inputs = [
         jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)

@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import math
 import re
 import warnings
 from collections import Counter
@@ -245,7 +246,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens",
         type=report.positive,
         nargs="+",
-        help="of `parallel`; the fewest of them are those of the other ways",
+        help="of `parallel`; the fewest of them are those of the other ways. Multiples "
+        "of twice as many as there are devices; by default about 1024 on CPUs",
     )
     parser.add_argument(
         "--models",
@@ -271,6 +273,13 @@ def run(args: argparse.Namespace) -> int:
             print(f"--devices {args.devices}, but JAX sees {len(devices)} here")
             return 2
         devices = devices[: args.devices]
+    unit = _unit(len(devices))
+    if uneven := [x for x in args.tokens or () if x % unit]:
+        print(
+            f"--tokens {uneven[0]}, but on {len(devices)} devices it takes multiples "
+            f"of {unit}, such as {_rounded_up(uneven[0], unit)}"
+        )
+        return 2
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)
@@ -292,6 +301,11 @@ def run(args: argparse.Namespace) -> int:
 
     for model, dtype in _kinds(args, len(devices)):
         of_kind = []
+        if counts := [x for x in _counts(len(devices)) if model.heads[1] % x]:
+            console.print(
+                f"{model.name}: {model.heads[1]} key/value heads are not spread over "
+                f"{' or '.join(map(str, counts))} devices"
+            )
         with Progress(console=console, transient=True) as progress:
             groups = list(_groups(args, model, dtype, devices))
             task = progress.add_task(f"{machine}, {model.name}", total=len(groups))
@@ -322,7 +336,8 @@ def _kinds(args: argparse.Namespace, devices: int) -> Iterator[tuple[Model, str]
         if model.name not in args.models:
             continue
         if args.quick:
-            model = dataclasses.replace(model, heads=(devices, devices))
+            heads = math.lcm(*_counts(devices))
+            model = dataclasses.replace(model, heads=(heads, heads))
         for dtype in args.dtypes:
             yield model, dtype
 
@@ -333,9 +348,12 @@ def _groups(
     """Ways that take turns on one problem, over so many devices."""
     kind = "cpu" if devices[0].platform == "cpu" else "gpu"
     lengths = (128,) if args.quick else args.tokens or TOKENS[kind]
+    lengths = [_rounded_up(x, _unit(len(devices))) for x in lengths]
     for count in _counts(len(devices)):
         some = devices[:count]
         for over in ("batch", "heads"):
+            if over == "heads" and model.heads[1] % count:
+                continue
             batch = count if over == "batch" else 1
             yield _ways(over), Problem(model, dtype, batch, min(lengths)), some
         for tokens in lengths:
@@ -346,6 +364,15 @@ def _counts(devices: int) -> list[int]:
     """Powers of two from two on, and all."""
     powers = [2**i for i in range(1, devices.bit_length())]
     return [x for x in powers if x < devices] + [devices]
+
+
+def _unit(devices: int) -> int:
+    """What tokens are a multiple of, to be spread in zig-zag order over each count."""
+    return math.lcm(*(2 * x for x in _counts(devices)))
+
+
+def _rounded_up(tokens: int, unit: int) -> int:
+    return tokens + -tokens % unit
 
 
 def _ways(over: str) -> list[Way]:

@@ -1,14 +1,17 @@
 """What several test files share: inputs, and the comparison with the oracle."""
 
+import dataclasses
+
 import ml_dtypes
 import numpy as np
 
-from zyfa_jax import Quantized, reference
+from zyfa_jax import Quantized, quantize_qkv, reference
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F16 = np.dtype(np.float16)
 F32 = np.dtype(np.float32)
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+INT8 = np.dtype(np.int8)
 
 # Largest error of an output, relative to the same weighted mean of the values'
 # magnitudes, and largest error of the log-sum-exp (relative to 1 + its magnitude, and
@@ -33,6 +36,13 @@ def make(tokens=(20, 33), heads=(4, 2), dims=(16, 24), batch=(2,), dtype=F32, se
     return tuple(
         normal(*shape, dtype=dtype, seed=3 * seed + i) for i, shape in enumerate(shapes)
     )
+
+
+def as_int8(q, k, v):
+    """What `quantize_qkv` makes of them, less the centre of the keys, a part of the
+    log-sum-exp that the oracle does not know of."""
+    q, k, v = (x.detach() for x in quantize_qkv(q, k, v))
+    return q, dataclasses.replace(k, center=None), v
 
 
 def plain(*inputs):

@@ -70,7 +70,8 @@ def test_the_command_prints_draws_and_reports(tmp_path, capsys):
     )
     printed = capsys.readouterr().out
     assert status == 0
-    options = [*(name for name, *_ in accuracy.OPTIONS), *accuracy.TOGETHER.values()]
+    options = [accuracy.BFLOAT16, *(name for name, *_ in accuracy.OPTIONS)]
+    options += [*accuracy.TOGETHER.values(), *accuracy.FOLDED]
     for row in (*accuracy.KERNELS, accuracy.AITER, *options):
         assert row in printed
     report = json.loads(file.read_text())
@@ -83,7 +84,8 @@ def test_the_command_prints_draws_and_reports(tmp_path, capsys):
     [by_options] = report["option_errors"].values()
     assert list(by_options["gauss"]) == options
     drawn = picture.read_text()
-    for text in (*accuracy.PICTURED, *options, "gauss", "end-to-end error"):
+    pictured = *accuracy.PICTURED, *accuracy.PICTURED_OPTIONS
+    for text in (*pictured, "gauss", "end-to-end error"):
         assert f"<!-- {text} -->" in drawn
 
 

@@ -44,7 +44,9 @@ def test_everything_is_reported(milliseconds, tmp_path, capsys):
         "gflops": pytest.approx(4 * 8 * 128 * 64**2 / 2 / 0.002 / 1e9),
     }
     assert last["implementation"] == "jax.nn bfloat16"
-    assert len(report["results"]) == 2 * 5
+    assert len(report["results"]) == 2 * 9
     drawn = picture.read_text()
     for text in ("zyfa bfloat16", "jax.nn bfloat16", "GFLOP/s", "128"):
         assert f"<!-- {text} -->" in drawn
+    assert "with quantize" in printed
+    assert "with quantize" not in drawn

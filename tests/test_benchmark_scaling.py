@@ -1,5 +1,6 @@
 """`python -m benchmarks scaling`, on CPU devices."""
 
+import argparse
 import dataclasses
 import json
 
@@ -62,6 +63,30 @@ def test_everything_is_reported(tmp_path, capsys):
 def test_devices_that_are_not_there_are_told(capsys):
     assert main([*QUICK, "--devices", "9"]) == 2
     assert "--devices 9, but JAX sees 8" in capsys.readouterr().out
+
+
+def test_tokens_that_devices_cannot_share_are_told(capsys):
+    assert main(["scaling", "--devices", "3", "--tokens", "1024"]) == 2
+    said = "on 3 devices it takes multiples of 12, such as 1032"
+    assert f"--tokens 1024, but {said}" in capsys.readouterr().out
+
+
+def test_a_number_of_devices_that_is_no_power_of_two():
+    args = scaling_arguments("--devices", "3")
+    [model] = [model for model, _ in scaling._kinds(args, 3)][:1]
+    groups = list(scaling._groups(args, model, BF16, jax.devices()[:3]))
+    assert {problem.tokens for _, problem, _ in groups} == {1032}
+    # Eight key/value heads are for two of them alone.
+    over = [(ways[0].over, len(some)) for ways, _, some in groups]
+    assert over == [
+        ("batch", 2), ("heads", 2), ("tokens", 2), ("batch", 3), ("tokens", 3),
+    ]  # fmt: skip
+
+
+def scaling_arguments(*arguments):
+    parser = argparse.ArgumentParser()
+    scaling.add_arguments(parser)
+    return parser.parse_args(arguments)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from _oracle import BF16, F16, FP8, make, normal
 
-from zyfa_jax import Quantized, attention, quantize
+from zyfa_jax import Quantized, attention, parallel, quantize, quantize_qkv
 
 NAN = float("nan")
 ARRAYS = dict(zip("qkv", make(), strict=True))
@@ -648,6 +649,32 @@ def test_traced_integers_must_be_integers_too():
         jax.jit(lambda n: attention(**ARRAYS, kv_lengths=n))(np.float32(3))
     with pytest.raises(ValueError, match=r"q_offset as an integer or.*\(2,\).*\(3,\)"):
         jax.jit(lambda n: attention(**ARRAYS, q_offset=n))(np.zeros(3, np.int32))
+
+
+X = ARRAYS["q"]
+STATIC: dict[str, tuple[Any, Any]] = {
+    "causal": (lambda y: attention(**ARRAYS, causal=y), True),
+    "window": (lambda y: attention(**ARRAYS, window=y), 3),
+    "a side": (lambda y: attention(**ARRAYS, window=(y, 0)), 3),
+    "return_lse": (lambda y: attention(**ARRAYS, return_lse=y), True),
+    "out_dtype": (lambda y: attention(**ARRAYS, out_dtype=y), 1.0),
+    "implementation": (lambda y: attention(**ARRAYS, implementation=y), 1),
+    "center": (lambda y: quantize(X, center=y), True),
+    "block": (lambda y: quantize(X, granularity="block", block=y), 128),
+    "rotated": (lambda y: quantize_qkv(**ARRAYS, rotated=y), True),
+    "devices": (lambda y: parallel.zigzag(X, y), 2),
+    "axis": (lambda y: parallel.zigzag(X, 2, axis=y), 1),
+    "return_lse over devices": (
+        lambda y: parallel.attention(**ARRAYS, axis_name="t", return_lse=y),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "value"), STATIC.values(), ids=STATIC)
+def test_what_is_static_says_so_where_it_is_traced(call, value):
+    with pytest.raises(ValueError, match="it is static, name it in static_argnames"):
+        jax.jit(call)(value)
 
 
 def test_unknown_arguments_are_a_type_error():

@@ -179,10 +179,11 @@ def test_bfloat16(case, mesh, chunk):
     assert error < 1.2 * case.bfloat16_error
 
 
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
 @pytest.mark.parametrize(("mesh", "chunk"), [(None, 16), ((2, 2), None)])
-def test_fp8(case, mesh, chunk):
-    """Attention alone is in FP8: more than bfloat16's rounding, and not much more."""
-    model = case.load(mesh, precision="fp8")
+def test_8_bits(case, mesh, chunk, precision):
+    """Attention alone is in 8 bits: more than bfloat16's rounding, not much more."""
+    model = case.load(mesh, precision=precision)
     error = relative(case.prefill(model, chunk), case.logits)
     print(f"error {error:.4f}")
     assert 1.5 * case.bfloat16_error < error < 0.15

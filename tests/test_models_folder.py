@@ -122,6 +122,11 @@ def run(capsys, *arguments):
             ("--tokens", 30, "--chunk", 8, "--precision", "fp8", "--mesh", "heads=2"),
             "attention in FP8; mesh {'heads': 2, 'tokens': 1} of cpu",
         ),
+        (
+            MISTRAL,
+            ("--tokens", 30, "--precision", "int8", "--mesh", "tokens=2"),
+            "attention in INT8; mesh {'heads': 1, 'tokens': 2} of cpu",
+        ),
         (DEEPSEEK, ("--tokens", 21, "--chunk", 8), "DeepseekV2ForCausalLM, 2 layers"),
     ],
 )

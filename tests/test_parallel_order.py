@@ -158,6 +158,10 @@ def test_unknown_keywords_are_named():
         (lambda: parallel.zigzag([1, 2], 1, axis=0), "NumPy array or .*, not list"),
         (lambda: parallel.zigzag(np.ones(8), 2, axis="t"), "an integer, not 't'"),
         (lambda: parallel.zigzag(np.ones(8), 2), r"not 1 of shape \(8,\)"),
+        (
+            lambda: parallel.zigzag(np.ones((64, 8, 4)), 2),
+            r"0 for \(tokens, heads, dim\), 1 for .*, got none for \(64, 8, 4\)",
+        ),
         (lambda: parallel.zigzag(np.ones((2, 8)), 0), "above 0, not 0"),
         (lambda: parallel.zigzag(np.ones((2, 8)), 2.0), "above 0, not 2.0"),
         (lambda: parallel.zigzag(Q8[0], 2), "descale for 128 tokens, and chunks of 64"),

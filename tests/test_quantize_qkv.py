@@ -23,6 +23,7 @@ from zyfa_jax import (
     quantize_qkv,
     reference,
 )
+from zyfa_jax import _quantize_numerics as numerics
 from zyfa_jax._attention import canonical
 from zyfa_jax._gradient import attention as attend
 
@@ -40,8 +41,9 @@ def unbalanced(seed=0, **sizes: Any):
     return q, k, v
 
 
-def call(q, k, v, precision="int8", **options):
-    return attention(*quantize_qkv(q, k, v, precision=precision), **options)
+def call(q, k, v, precision="int8", rotated=False, **options):
+    rounded = quantize_qkv(q, k, v, precision=precision, rotated=rotated)
+    return attention(*rounded, **options)
 
 
 def error(got, want):
@@ -110,6 +112,42 @@ def test_balanced_channels_are_of_one_size():
         for x in (q8, k8)
     )
     assert np.abs(np.log2(of_q / of_k)).max() < 1.1
+
+
+@pytest.mark.parametrize("batch", [(2,), ()])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_what_comes_rotated_is_only_centred_and_rounded(precision, batch):
+    q, k, v = make(batch=batch, tokens=(200, 300), dims=(32, 8))
+    k += 3
+    turned = (numerics.rotated(jnp.asarray(x)) for x in (q, k))
+    got = quantize_qkv(*turned, v, precision=precision, rotated=True)
+    want = quantize_qkv(q, k, v, precision=precision)
+    for a, b in zip(got, want, strict=True):
+        # These inputs' channels are alike, so that balancing them does nothing.
+        assert (a.rotated, a.block, a.channels) == (b.rotated, b.block, b.channels)
+        assert not a.balanced
+        assert_close(a.dequantize(), b.dequantize(), 0.03 + 0.1 * (precision == "fp8"))
+        assert_close(a.source, b.source, 1e-4)
+    assert_close(got[1].center, want[1].center, 1e-4)
+    out = attention(*got, out_dtype=F32)
+    assert error(out, np.asarray(attention(*want, out_dtype=F32))) < 0.02
+    with pytest.raises(ValueError, match="of one call of quantize_qkv, got balanced="):
+        attention(got[0], want[1], v=got[2])
+
+
+def test_gradients_of_what_comes_rotated():
+    inputs = [jnp.asarray(x) for x in make(tokens=(20, 33))]
+
+    def loss(attend, *inputs):
+        return jnp.sum(jnp.sin(attend(*inputs)))
+
+    rounded = functools.partial(call, rotated=True, out_dtype=F32)
+    got, want = (
+        jax.grad(functools.partial(loss, attend), (0, 1, 2))(*inputs)
+        for attend in (rounded, attention)
+    )
+    for a, b in zip(got, want, strict=True):
+        assert error(a, np.asarray(b)) < 0.1
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -341,11 +379,15 @@ def test_gradients_of_descales():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_sharded_inputs(precision, kind):
+@pytest.mark.parametrize(
+    ("precision", "rotated"), [("int8", False), ("fp8", False), ("int8", True)]
+)
+def test_sharded_inputs(precision, rotated, kind):
     mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(kind, kind))
     inputs = make(tokens=(20, 20))
-    rounded = functools.partial(call, precision=precision, out_dtype=F32)
+    rounded = functools.partial(
+        call, precision=precision, rotated=rotated, out_dtype=F32
+    )
     want = rounded(*inputs)
     sharding = NamedSharding(mesh, P("b", None, "h"))
     with jax.set_mesh(mesh):
@@ -451,6 +493,7 @@ def test_x64_changes_no_dtype():
 
 BAD: dict[str, tuple[Any, str]] = {
     "precision": ({"precision": "int4"}, "precision 'int8' or 'fp8', not 'int4'"),
+    "rotated": ({"rotated": 1}, "quantize_qkv takes rotated=True or False, got 1"),
     "dtypes": ({"k": normal(2, 33, 2, 16, dtype=BF16)}, "q, k and v of one dtype"),
     "heads": ({"q": normal(2, 20, 3, 16)}, "not 3 query and 2 key/value heads"),
     "kind": ({"v": [1.0]}, "quantize_qkv takes a JAX or NumPy array, got list"),
@@ -511,16 +554,19 @@ def test_plain_int8_needs_descales():
 
 
 @pytest.mark.parametrize("platform", ["rocm", "cuda"])
-def test_gpus_take_the_path_in_plain_jax(platform):
-    inputs = make(dims=(128, 128))
-    lowered = jax.jit(call).trace(*inputs).lower(lowering_platforms=(platform,))
-    assert "zyfa_attention" not in lowered.as_text()
-    lowered = (
-        jax.jit(functools.partial(call, precision="fp8"))
-        .trace(*inputs)
-        .lower(lowering_platforms=(platform,))
-    )
-    assert "zyfa_attention" in lowered.as_text()
-    forced = jax.jit(functools.partial(call, implementation=platform))
-    with pytest.raises(NotImplementedError, match="float8_e4m3fn, not int8"):
-        forced.trace(*inputs).lower(lowering_platforms=(platform,))
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_gpus_have_kernels_for_it(platform, precision):
+    for implementation in (None, platform):
+        of = functools.partial(call, precision=precision, implementation=implementation)
+        traced = jax.jit(of).trace(*make(dims=(128, 128)))
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert "@zyfa_attention(" in text
+        assert "@zyfa_quantize" in text
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_gpus_round_to_int_what_comes_rotated_in_plain_jax(precision):
+    rounded = functools.partial(quantize_qkv, precision=precision, rotated=True)
+    traced = jax.jit(rounded).trace(*make(dims=(128, 128)))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("@zyfa_quantize" in text) == (precision == "fp8")

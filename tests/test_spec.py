@@ -197,6 +197,19 @@ def test_the_gpu_kernels_count_in_32_bits(kernel, taken, refused, message):
     assert refusal("cpu", **refused) is None
 
 
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        ({}, None),
+        ({"q_block": 1, "kv_block": 128, "v_channels": True}, None),
+        ({"v_channels": True}, None),
+        ({"kv_block": 256}, "one descale for a channel of v, not one per 256 keys"),
+    ],
+)
+def test_descales_that_gfx950_takes_with_int8(scales, message):
+    assert refusal("rocm", dtype=np.dtype(np.int8), **scales) == message
+
+
 def test_sizes_that_are_not_known_are_taken():
     batch, tokens = jax.export.symbolic_shape("b, t")
     assert refusal("rocm", q=(batch, tokens, 2), kv=(batch, tokens, 1)) is None

@@ -152,7 +152,7 @@ def attention(
     """
     if not isinstance(return_lse, bool):
         raise ValueError(
-            f"attention takes return_lse=True or False, not {return_lse!r}"
+            f"attention takes return_lse=True or False, not {_spec.static(return_lse)}"
         )
     spec, operands = canonical(
         q,
@@ -377,7 +377,8 @@ def _out_dtype(out_dtype: Any, dtype: np.dtype) -> np.dtype:
     except (TypeError, ValueError, DeprecationWarning):
         pass
     raise ValueError(
-        f"attention takes out_dtype bfloat16, float16 or float32, not {out_dtype!r}"
+        "attention takes out_dtype bfloat16, float16 or float32, not "
+        f"{_spec.static(out_dtype)}"
     )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from . import _compat
 from ._quantize import Quantized
+from ._spec import static
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int
@@ -33,11 +34,13 @@ def zigzag(x: AnyArray, devices: int, *, axis: int | None = None) -> AnyArray:
     Args:
       x: an array, or a `Quantized`.
       devices: how many parts the axis is to be cut into.
-      axis: of the tokens; 1 by default, as in (batch, tokens, ...), so that arrays
-        without a batch need 0. A `Quantized` knows its own.
+      axis: of the tokens; 1 by default, as in (batch, tokens, ...). Arrays without a
+        batch, (tokens, heads, dim), need 0: nothing tells them from (batch, tokens,
+        features) but that their first axis is longer than the second, where axis has to
+        be given. A `Quantized` knows its own.
 
     Raises:
-      ValueError: the tokens cannot be cut so.
+      ValueError: the tokens cannot be cut so, or axis is not given where it has to be.
     """
     return _reorder(x, devices, axis, _to_zigzag)
 
@@ -117,7 +120,8 @@ def check_tokens(name: str, tokens: int, devices: Any, order: Order) -> None:
     integer = isinstance(devices, int | np.integer) and not isinstance(devices, bool)
     if not integer or devices < 1:
         raise ValueError(
-            f"zyfa_jax.parallel takes devices as an integer above 0, not {devices!r}"
+            "zyfa_jax.parallel takes devices as an integer above 0, not "
+            f"{static(devices)}"
         )
     count = chunks(order) * devices
     if tokens % count:
@@ -158,9 +162,17 @@ def _reorder(x: Any, devices: int, axis: int | None, permute: Any) -> Any:
             "zyfa_jax.parallel takes a JAX or NumPy array or a Quantized, not "
             f"{type(x).__name__}"
         )
+    if axis is None and x.ndim == 3 and x.shape[0] > x.shape[1]:
+        raise ValueError(
+            "zyfa_jax.parallel takes an axis for three-dimensional arrays whose first "
+            "axis is longer than the second: 0 for (tokens, heads, dim), 1 for (batch, "
+            f"tokens, features), got none for {x.shape}"
+        )
     axis = 1 if axis is None else axis
     if not isinstance(axis, int | np.integer):
-        raise ValueError(f"zyfa_jax.parallel takes axis as an integer, not {axis!r}")
+        raise ValueError(
+            f"zyfa_jax.parallel takes axis as an integer, not {static(axis)}"
+        )
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(
             f"zyfa_jax.parallel takes an axis of the array, not {axis} of shape "

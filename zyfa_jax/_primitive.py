@@ -252,13 +252,13 @@ def _with_rank_for_channels(
 def _workspace(v: ShapedArray) -> ShapedArray:
     """A third result of the CUDA kernels' call, at least as large as they take.
 
-    csrc/cuda/launch_plan.h says for what: a counter in 128 bytes and, in FP8, values
-    transposed, in tiles of 128 keys.
+    csrc/cuda/launch_plan.h says for what: a counter in 128 bytes and, with values in
+    FP8, those transposed, in tiles of 128 keys, and a number for each tile.
     """
     batch, tokens, heads, dim = v.shape
     rows = 1
     if v.dtype == _spec.FLOAT8:
-        rows += batch * heads * dim * (tokens // _spec.KEY_BLOCK + 1)
+        rows += batch * heads * (dim + 1) * (tokens // _spec.KEY_BLOCK + 1)
     return ShapedArray((rows, 128), np.dtype(np.uint8))
 
 

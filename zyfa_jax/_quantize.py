@@ -137,6 +137,7 @@ def quantize_qkv(
     v: Unquantized,
     *,
     precision: Literal["int8", "fp8"] = "int8",
+    rotated: bool = False,
 ) -> tuple[Quantized, Quantized, Quantized]:
     """Rounds q, k and v to 8 bits so that attention over them errs least.
 
@@ -165,6 +166,10 @@ def quantize_qkv(
         keys; v in float8_e4m3fn with a descale for each of its channels. "fp8":
         float8_e4m3fn with one descale for all tokens of a head, v likewise, which
         every kernel takes.
+      rotated: whether q and k come rotated, and balanced if they are to be, from
+        weights that were changed so (`fold_rotation` in `zyfa_jax.flax.linen` and
+        `zyfa_jax.flax.nnx`). They are then centred and rounded alone. Any orthogonal
+        matrix will do: nothing undoes it.
 
     Returns:
       q, k and v for `attention`, which takes them together alone.
@@ -172,11 +177,17 @@ def quantize_qkv(
     Raises:
       ValueError: if the arrays do not go together, or for another precision.
     """
-    return quantize_qkv_by(None, q, k, v, precision=precision)
+    return quantize_qkv_by(None, q, k, v, precision=precision, rotated=rotated)
 
 
 def quantize_qkv_by(
-    implementation: str | None, q: Any, k: Any, v: Any, *, precision: Any = "int8"
+    implementation: str | None,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    precision: Any = "int8",
+    rotated: Any = False,
 ) -> tuple[Quantized, Quantized, Quantized]:
     """`quantize_qkv` by the kernels of a platform; None leaves it to the platform."""
     if precision not in _PRECISIONS:
@@ -184,45 +195,58 @@ def quantize_qkv_by(
             f"quantize_qkv takes precision {' or '.join(map(repr, _PRECISIONS))}, not "
             f"{precision!r}"
         )
+    _check_flags("quantize_qkv", rotated=rotated)
     for x in (q, k, v):
         _check(x, "head", 0, "quantize_qkv")
     _spec.check_operands([x.shape for x in (q, k, v)], [x.dtype for x in (q, k, v)])
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
     q8, k8, v8 = _quantize_qkv(
-        q, k, v, precision=precision, implementation=implementation
+        q,
+        k,
+        v,
+        precision=precision,
+        rotated=bool(rotated),
+        implementation=implementation,
     )
+    if rotated:
+        q8 = dataclasses.replace(q8, source=q)
     return q8, k8, dataclasses.replace(v8, source=v)
 
 
-@functools.partial(jax.jit, static_argnames=("precision", "implementation"))
+@functools.partial(jax.jit, static_argnames=("precision", "rotated", "implementation"))
 def _quantize_qkv(
-    q: Array, k: Array, v: Array, *, precision: str, implementation: str | None
+    q: Array, k: Array, v: Array, *, rotated: bool, **params: Any
 ) -> tuple[Quantized, Quantized, Quantized]:
-    """The source of v is None, for v itself."""
-    params = {"precision": precision, "implementation": implementation}
+    """The source of v is None, for v itself; so is that of q if it comes rotated."""
+    params["rotated"] = rotated
     if q.ndim == 3:
         z = _quantize_qkv(q[None], k[None], v[None], **params)
         return jax.tree.map(lambda leaf: leaf[0], z)
     operands = _compat.match_varying(lax.stop_gradient((q, k, v)))
     results = _bind(quantize_qkv_p, *operands, **params)
     *of_q, k_values, k_descale, mean, v_values, v_descale, exponent = results
-    roundings = numerics.TOGETHER[precision]
+    roundings = numerics.together(params["precision"], rotated)
     q8, k8, v8 = (
         Quantized(
             *leaves,
             block=rounding.block,
-            rotated=rounding.rotate,
             channels=rounding.granularity == "channel",
-            balanced=rounding.rotate,
         )
         for leaves, rounding in zip(
             (of_q, (k_values, k_descale), (v_values, v_descale)), roundings, strict=True
         )
     )
-    prepared = _compat.automatic_axes(_prepared, (q, k, mean))
-    q_source, k_source, center = prepared(q, k, mean, exponent)
-    q8 = dataclasses.replace(q8, source=q_source)
-    return q8, dataclasses.replace(k8, source=k_source, center=center), v8
+    q8, k8 = (
+        dataclasses.replace(x, rotated=True, balanced=not rotated) for x in (q8, k8)
+    )
+    if rotated:
+        mean = _as(mean[:, None], numerics.mean_over_tokens(k))
+        source, center = _source(k, mean, rounding=roundings[1]), mean.squeeze(1)
+    else:
+        prepared = _compat.automatic_axes(_prepared, (q, k, mean))
+        q_source, source, center = prepared(q, k, mean, exponent)
+        q8 = dataclasses.replace(q8, source=q_source)
+    return q8, dataclasses.replace(k8, source=source, center=center), v8
 
 
 def _prepared(
@@ -248,7 +272,7 @@ def quantize_by(
 ) -> Quantized:
     """`quantize` by the kernel of a platform; None leaves it to the platform."""
     _check(x, granularity, block)
-    _check_flags(center=center, rotate=rotate)
+    _check_flags("quantize", center=center, rotate=rotate)
     x = jnp.asarray(x)
     rounding = numerics.Rounding(
         granularity,
@@ -342,11 +366,14 @@ def _check(x: Any, granularity: Any, block: Any, name: str = "quantize") -> None
     integer = isinstance(block, (int, np.integer)) and not isinstance(block, bool)
     if not integer or block <= 0 or block % _BLOCK_UNIT:
         raise ValueError(
-            f"block must be a positive multiple of {_BLOCK_UNIT} tokens, got {block!r}"
+            f"block must be a positive multiple of {_BLOCK_UNIT} tokens, got "
+            f"{_spec.static(block)}"
         )
 
 
-def _check_flags(**flags: Any) -> None:
+def _check_flags(function: str, **flags: Any) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, bool | np.bool_):
-            raise ValueError(f"quantize takes {name}=True or False, got {flag!r}")
+            raise ValueError(
+                f"{function} takes {name}=True or False, got {_spec.static(flag)}"
+            )

@@ -60,6 +60,13 @@ TOGETHER = {
 """How `quantize_qkv` rounds q, k and v, by its precision."""
 
 
+def together(precision: str, rotated: bool) -> tuple[Rounding, Rounding, Rounding]:
+    """`TOGETHER`, without a rotation of what comes rotated."""
+    q, k, v = TOGETHER[precision]
+    q, k = (dataclasses.replace(x, rotate=not rotated) for x in (q, k))
+    return q, k, v
+
+
 def define(x: Array, rounding: Rounding) -> tuple[Array, ...]:
     """`quantize`: (values, descale, mean)."""
     mean = mean_over_tokens(x) if rounding.center else None
@@ -68,16 +75,17 @@ def define(x: Array, rounding: Rounding) -> tuple[Array, ...]:
 
 
 def define_together(
-    q: Array, k: Array, v: Array, precision: str
+    q: Array, k: Array, v: Array, precision: str, rotated: bool
 ) -> tuple[tuple[Array, ...], tuple[Array, ...], tuple[Array, ...], Array]:
     """`quantize_qkv`: q's (values, descale), k's (values, descale, mean), v's (values,
-    descale), the exponent of `balance`."""
-    roundings = TOGETHER[precision]
+    descale), the exponent of `balance`, 0 for what comes rotated."""
+    roundings = together(precision, rotated)
     mean = mean_over_tokens(k)
-    exponent = balance(
-        _mean_square(q.astype(jnp.float32)), _mean_square(k.astype(jnp.float32) - mean)
-    )
-    of_q, of_k = (w[:, None] for w in weights(exponent, q.shape[2]))
+    if rotated:
+        exponent, of_q, of_k = jnp.zeros_like(mean.squeeze(1), jnp.int32), None, None
+    else:
+        exponent = balance_of(q, k, mean)
+        of_q, of_k = (w[:, None] for w in weights(exponent, q.shape[2]))
     q8, q_descale = rounded(q, None, of_q, rounding=roundings[0])
     k8, k_descale = rounded(k, mean, of_k, rounding=roundings[1])
     v8, v_descale = rounded(v, rounding=roundings[2])
@@ -162,6 +170,12 @@ def mean_over_tokens(x: Array) -> Array:
     count = jnp.maximum(finite.sum(axis=1, keepdims=True), 1)
     total = jnp.where(finite, y * small, 0).sum(axis=1, keepdims=True)
     return total / (count.astype(jnp.float32) * small)
+
+
+def balance_of(q: Array, k: Array, mean: Array) -> Array:
+    """`balance` of q and k, whose `mean_over_tokens` is `mean`."""
+    k = k.astype(jnp.float32) - mean
+    return balance(_mean_square(q.astype(jnp.float32)), _mean_square(k))
 
 
 def balance(of_q: Array, of_k: Array) -> Array:

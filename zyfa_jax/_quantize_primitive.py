@@ -84,10 +84,10 @@ def _quantize_shapes(
 
 @quantize_qkv_p.def_abstract_eval
 def _together_shapes(
-    *operands: ShapedArray, precision: str, implementation: str | None
+    *operands: ShapedArray, precision: str, rotated: bool, implementation: str | None
 ) -> tuple[ShapedArray, ...]:
     del implementation
-    roundings = numerics.TOGETHER[precision]
+    roundings = numerics.together(precision, rotated)
     of_q, of_k, of_v = map(_shapes, operands, roundings)
     exponent = of_k[-1].update(dtype=np.dtype(np.int32))
     return (*of_q, *of_k, *of_v, exponent)
@@ -182,12 +182,16 @@ def _lower_together(
     ctx: mlir.LoweringRuleContext,
     *operands: Any,
     precision: str,
+    rotated: bool,
     implementation: str | None,
     platform: str | None,
 ) -> Any:
+    params = {"precision": precision, "rotated": rotated}
+    define = functools.partial(numerics.define_together, **params)
+    by_kernel = functools.partial(_together_by_kernel, **params)
     kernel = implementation or platform
-    define = functools.partial(numerics.define_together, precision=precision)
-    by_kernel = functools.partial(_together_by_kernel, precision=precision)
+    if rotated and precision == "int8":
+        kernel = None  # those that make int8 rotate
     return _lower(ctx, operands, platform, kernel, define, by_kernel)
 
 
@@ -264,16 +268,22 @@ def _quantize_by_kernel(
 
 
 def _together_by_kernel(
-    q: Array, k: Array, v: Array, *, launch: steps.Launch, precision: str
+    q: Array, k: Array, v: Array, *, launch: steps.Launch, precision: str, rotated: bool
 ) -> Any:
     """What `numerics.define_together` gives."""
-    of_q, of_k = (_Measured.of(*launch("measure", x)) for x in (q, k))
-    exponent = numerics.balance(of_q.variance + of_q.mean * of_q.mean, of_k.variance)
-    mean, (q_weight, k_weight) = of_k.mean, numerics.weights(exponent, q.shape[2])
+    of_k = _Measured.of(*launch("measure", k))
+    mean = of_k.mean
+    if rotated:
+        exponent, q_weight, k_weight = jnp.zeros_like(mean, jnp.int32), None, None
+    else:
+        of_q = _Measured.of(*launch("measure", q))
+        squares = of_q.variance + of_q.mean * of_q.mean
+        exponent = numerics.balance(squares, of_k.variance)
+        q_weight, k_weight = numerics.weights(exponent, q.shape[2])
     if precision == "fp8":
         of = [
             functools.partial(_rounded, launch=launch, rounding=rounding)
-            for rounding in numerics.TOGETHER[precision]
+            for rounding in numerics.together(precision, rotated)
         ]
         q8, k8 = of[0](q, None, q_weight), of[1](k, mean, k_weight)
         return q8, (*k8, mean), of[2](v), exponent

@@ -12,6 +12,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from jax.core import Tracer
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 INT8 = np.dtype(np.int8)
@@ -69,7 +70,7 @@ class AttentionSpec:
         ):
             raise ValueError(
                 f"attention takes implementation=None or one of {IMPLEMENTATIONS}, "
-                f"not {self.implementation!r}"
+                f"not {static(self.implementation)}"
             )
         if self.out_dtype not in _OUTPUT_DTYPES:
             raise ValueError(
@@ -120,7 +121,7 @@ def canonical_window(
 ) -> tuple[int | None, int | None]:
     """(left, right) reach of a query, None where unbounded; causal caps the right."""
     if not isinstance(causal, bool | np.bool_):
-        raise ValueError(f"attention takes causal=True or False, not {causal!r}")
+        raise ValueError(f"attention takes causal=True or False, not {static(causal)}")
     if window is None:
         left, right = None, None
     elif isinstance(window, int | np.integer) and not isinstance(window, bool):
@@ -175,24 +176,28 @@ class KernelLimits:
       dtypes: of q and k.
       head_dims: pairs of query/key and value head dim; None for any multiples of 8 up
         to 256.
-      key_blocks: whether a head's keys and values may have several descales.
-      value_channels: whether each channel of v may have its own.
+      key_blocks: dtypes of keys of which a head may have several descales.
+      value_blocks: whether its values may then, too.
+      value_channels: dtypes of keys with which each channel of v may have its own.
       int32: whether it counts tokens, bytes of a token and blocks of queries in 32
         bits.
     """
 
     dtypes: tuple[np.dtype, ...] = _QK_DTYPES
     head_dims: tuple[tuple[int, int], ...] | None = None
-    key_blocks: bool = True
-    value_channels: bool = True
+    key_blocks: tuple[np.dtype, ...] = _QK_DTYPES
+    value_blocks: bool = True
+    value_channels: tuple[np.dtype, ...] = _QK_DTYPES
     int32: bool = False
 
     def __str__(self) -> str:
         text = self.dims_text()
         if self.dtypes != _QK_DTYPES:
             text += f" in {_names(self.dtypes)}"
-        if not self.key_blocks:
+        if self.key_blocks != _QK_DTYPES:
             text += " with one descale for all keys of a head"
+            if self.key_blocks:
+                text += f", but in {_names(self.key_blocks)}"
         return text
 
     def dims_text(self) -> str:
@@ -208,10 +213,11 @@ class KernelLimits:
 
 
 _GPU = KernelLimits(
-    dtypes=(*_INPUT_DTYPES[:2], FLOAT8),
+    dtypes=(*_INPUT_DTYPES[:2], *QUANTIZED_DTYPES),
     head_dims=((128, 128), (192, 128)),
-    key_blocks=False,
-    value_channels=False,
+    key_blocks=(INT8,),
+    value_blocks=False,
+    value_channels=(INT8,),
     int32=True,
 )
 KERNELS = {"cpu": KernelLimits(), "rocm": _GPU, "cuda": _GPU}
@@ -238,9 +244,11 @@ def kernel_refusal(
         return f"{limits.dims_text()}, not {dims[0]} and {dims[1]}"
     if dtype not in limits.dtypes:
         return f"{_names(limits.dtypes)}, not {dtype.name}"
-    if spec.kv_block and not limits.key_blocks:
+    if spec.kv_block and dtype not in limits.key_blocks:
         return f"one descale for all keys of a head, not one per {spec.kv_block} keys"
-    if spec.v_channels and not limits.value_channels:
+    if spec.kv_block and not spec.v_channels and not limits.value_blocks:
+        return f"one descale for a channel of v, not one per {spec.kv_block} keys"
+    if spec.v_channels and dtype not in limits.value_channels:
         return "one descale for all channels of v, not one per channel"
     return _too_large(shapes, dtype, spec) if limits.int32 else None
 
@@ -304,8 +312,16 @@ def _reach(side: Any, window: Any) -> int | None:
 def _window_error(window: Any) -> str:
     return (
         "attention takes window=None, a number of tokens, or (left, right) with None "
-        f"or -1 for an unbounded side, not {window!r}"
+        f"or -1 for an unbounded side, not {static(window)}"
     )
+
+
+def static(value: Any) -> str:
+    """What came for an argument that must be known when tracing, for an error."""
+    parts = value if isinstance(value, tuple | list) else (value,)
+    if any(isinstance(part, Tracer) for part in parts):
+        return f"{value!r}: it is static, name it in static_argnames of jax.jit"
+    return repr(value)
 
 
 def _names(dtypes: Sequence[np.dtype]) -> str:

@@ -38,7 +38,7 @@ from ._parallel_order import zigzag as zigzag
 from ._parallel_ring import Method as Method
 from ._parallel_ring import Plan
 from ._quantize import Quantized
-from ._spec import QUANTIZED_DTYPES, AttentionSpec
+from ._spec import QUANTIZED_DTYPES, AttentionSpec, static
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -149,7 +149,7 @@ def attention(
     _check_method(method)
     if not isinstance(return_lse, bool):
         raise ValueError(
-            f"attention takes return_lse=True or False, not {return_lse!r}"
+            f"attention takes return_lse=True or False, not {static(return_lse)}"
         )
     for name in options.keys() - _attention.Options.__annotations__:
         raise TypeError(f"attention() got an unexpected keyword argument {name!r}")

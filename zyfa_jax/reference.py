@@ -75,6 +75,8 @@ _GFX950_CHORD_KEYS = 32
 _GFX950_LOG2_SHARE = 6
 """gfx950's kernel keeps a row's maximum while a larger logit's probability is at most
 2**-6 of the row's sum."""
+_GFX950_ZERO = np.float32(1.5 * 2**23)
+"""What gfx950's kernel starts sums of int8 products from."""
 _CURVATURE = np.float32(0.3437)
 _E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 _ROWS, _LOGITS = 512, 1 << 22
@@ -162,8 +164,8 @@ def fp8_attention(
     - "linear", "quadratic": codes computed without an exponential, see
       `fp8_softmax_block`. The CPU kernel's, the latter by default.
     - "gfx950": the first quarter of a block's keys coded by two chords, the others
-      linearly, and M kept while no probability exceeds 1/64 of the row's sum. What
-      the kernel for AMD's gfx950 does.
+      linearly, and M kept while no probability exceeds 1/64 of the row's sum; sums of
+      int8 products start from 1.5 * 2**23. What the kernel for AMD's gfx950 does.
     - "sm90": coded linearly against m itself, whose code is that of 256, and weighted
       by `2**(m - M)`, a real number; half of the keys exactly, `2**(t - m + 8)`, in
       blocks that are masked or a query block's last. What the kernel for NVIDIA's
@@ -197,6 +199,7 @@ def fp8_attention(
         with np.errstate(invalid="ignore", over="ignore"):
             acc = tile.q.astype(np.float32) @ tile.k.astype(np.float32).T
         acc = np.where(tile.q_scale[:, None] < 0, -acc, acc)
+        zero = np.copysign(_GFX950_ZERO if dtypes[0] == INT8 else 0, tile.q_scale)
         row_scale = np.abs(tile.q_scale).astype(np.float32)
         maximum = np.full(len(acc), -np.inf, np.float32)
         total = np.zeros(len(acc))
@@ -208,7 +211,13 @@ def fp8_attention(
                 continue
             factor = row_scale * np.float32(tile.k_scale[start]) * _LOG2E
             p, new_maximum, row_sum = step(
-                acc[:, keys], visible, factor, maximum, total, tile.few_keys(keys)
+                acc[:, keys],
+                visible,
+                factor,
+                maximum,
+                total,
+                tile.few_keys(keys),
+                zero,
             )
             with np.errstate(invalid="ignore"):
                 rescale = np.exp2(maximum.astype(np.float64) - new_maximum)
@@ -231,6 +240,7 @@ def fp8_softmax_block(
     quadratic: bool,
     chord_keys: int = 0,
     slack: float | Float32[np.ndarray, " r"] = 0.0,
+    zero: float | Float32[np.ndarray, " r"] = 0.0,
 ) -> tuple[
     UInt8[np.ndarray, "r n"],
     Int32[np.ndarray, " r"],
@@ -260,6 +270,8 @@ def fp8_softmax_block(
       quadratic: whether the quadratic term is used.
       chord_keys: how many of the first keys are coded by two chords instead.
       slack: how far a logit may exceed `running_max`, in log2, which then stays.
+      zero: what a kernel's dot products start from, and what it computes with besides:
+        acc + zero, and logits less zero * factor.
 
     Returns:
       Four arrays:
@@ -272,12 +284,14 @@ def fp8_softmax_block(
     """
     acc = np.asarray(acc, np.float32)
     factor = np.asarray(factor, np.float32)
-    new_max, block_max = _maxima(acc, visible, factor, running_max)
+    zero = np.broadcast_to(np.float32(zero), factor.shape)
+    acc, shifted = acc + zero[:, None], zero * factor
+    new_max, block_max = _maxima(acc, visible, factor, running_max, shifted)
     with np.errstate(invalid="ignore", over="ignore"):
         stays = block_max <= (running_max + slack).astype(np.float32)
     new_max = np.where(stays, running_max, new_max)
     shift = _block_shift(new_max, block_max)
-    reference = new_max - shift.astype(np.float32)
+    reference = new_max + shifted - shift.astype(np.float32)
     per_octave = np.float32(8) if quadratic else _LINEAR_CODES
     top = _TOP_CODE if quadratic else _LINEAR_TOP
     with np.errstate(invalid="ignore", over="ignore"):
@@ -313,11 +327,13 @@ def _chord_codes(acc, valid, factor, reference) -> UInt8[np.ndarray, "r n"]:
     return total.astype(np.float16).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
 
 
-def _maxima(acc, visible, factor, running_max):
-    """(the rows' maximum logit after the block, that of the block), in log2."""
+def _maxima(acc, visible, factor, running_max, shifted: Any = 0.0):
+    """(the rows' maximum logit after the block, that of the block), in log2, where a
+    logit is acc * factor - shifted."""
     top = np.where(visible, acc, -np.inf).max(axis=1, initial=-np.inf)
     with np.errstate(invalid="ignore", over="ignore"):
-        block_max = np.where(top == -np.inf, top, top.astype(np.float32) * factor)
+        logit = _fma(top.astype(np.float32), factor, -np.float32(shifted))
+        block_max = np.where(top == -np.inf, top, logit)
     block_max = block_max.astype(np.float32)
     return np.maximum(running_max, block_max).astype(np.float32), block_max
 
@@ -361,11 +377,11 @@ def _product(p, v, visible):
 
 
 _Step = Callable[..., tuple[np.ndarray, np.ndarray, np.ndarray]]
-"""(acc, visible, factor, running_max, total, few_keys) -> probabilities, new_max,
+"""(acc, visible, factor, running_max, total, few_keys, zero) -> probabilities, new_max,
 row_sum.
 
 `total` and row_sum are sums of probabilities, before and of this block; `few_keys` as
-`_Tile.few_keys` gives it."""
+`_Tile.few_keys` gives it; `zero` as `fp8_softmax_block` takes it."""
 
 
 def _gfx950_slack(total) -> Float32[np.ndarray, " r"]:
@@ -385,16 +401,16 @@ def _codes(quadratic: bool = False) -> _Step:
     return step
 
 
-def _gfx950(acc, visible, factor, running_max, total, _):
+def _gfx950(acc, visible, factor, running_max, total, _, zero):
     return _weighted(
         *fp8_softmax_block(
             acc, visible, factor, running_max, False, _GFX950_CHORD_KEYS,
-            _gfx950_slack(total),
+            _gfx950_slack(total), zero,
         )
     )  # fmt: skip
 
 
-def _sm90(acc, visible, factor, running_max, _, few_keys):
+def _sm90(acc, visible, factor, running_max, _, few_keys, __):
     new_max, block_max = _maxima(acc, visible, factor, running_max)
     top = np.where(visible, acc, -np.inf).max(axis=1, initial=-np.inf)
     slope = np.float32(8) * factor

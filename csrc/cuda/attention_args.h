@@ -14,8 +14,9 @@ constexpr int kValueDim = 128;
 
 enum class OutType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
 
-// The arrays and lengths of AttentionParams (csrc/ffi/attention_params.h), with
-// one k_scale and v_scale for each (kv_batch, kv_head).
+// The arrays and lengths of AttentionParams (csrc/ffi/attention_params.h). For
+// each (kv_batch, kv_head) there are `k_scales` of k, one but for int8, and of
+// v one or, with `v_channels`, kValueDim.
 struct AttentionArgs {
   const void* q;
   const void* k;
@@ -39,10 +40,14 @@ struct AttentionArgs {
   int32_t window_right;  // below zero: unbounded; 0: causal
   int32_t q_block;       // queries that share a q_scale; 0: all of them
   int32_t q_scales;
+  int32_t kv_block;  // keys that share a k_scale; 0: all of them
+  int32_t k_scales;
+  int32_t v_channels;  // 0 or 1
   OutType out_type;
   int32_t section_heads;  // LaunchPlan::section_heads
+  int32_t padding;
 };
-static_assert(sizeof(AttentionArgs) == 12 * 8 + 12 * 4);
+static_assert(sizeof(AttentionArgs) == 12 * 8 + 16 * 4);
 
 // The driver's CUtensorMap.
 struct alignas(64) TensorMap {

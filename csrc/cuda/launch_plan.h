@@ -15,7 +15,8 @@
 
 namespace zyfa::cuda {
 
-enum class InType { kE4m3, kBF16, kF16 };
+// Of queries and keys. Values are of their type, but e4m3 beside int8.
+enum class InType { kE4m3, kBF16, kF16, kI8 };
 
 struct CallSizes {
   InType type;
@@ -70,7 +71,7 @@ constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
 
 constexpr int ElementBytes(InType type) {
-  return type == InType::kE4m3 ? 1 : 2;
+  return type == InType::kE4m3 || type == InType::kI8 ? 1 : 2;
 }
 
 // Bytes of a row that are adjacent in shared memory: rows are cut into chunks,
@@ -82,14 +83,14 @@ constexpr int ChunkBytes(int row_bytes) {
 // ---- Shared memory
 
 constexpr int Stages(InType type, int head_dim) {
-  if (type == InType::kE4m3) return head_dim == 128 ? 4 : 4;
+  if (ElementBytes(type) == 1) return 4;
   return head_dim == 128 ? 3 : 2;
 }
-// FP8 values lie transposed, and 8 rows of ones below them make the row sum.
+// Values in FP8 lie transposed, and 8 rows of ones below them make the row sum.
 constexpr int kOnesRows = 8;
 constexpr int ValueTileBytes(InType type) {
-  return type == InType::kE4m3 ? (kValueDim + kOnesRows) * kKeyBlock
-                               : kKeyBlock * kValueDim * 2;
+  return ElementBytes(type) == 1 ? (kValueDim + kOnesRows) * kKeyBlock
+                                 : kKeyBlock * kValueDim * 2;
 }
 constexpr int KeyTileBytes(InType type, int head_dim) {
   return kKeyBlock * head_dim * ElementBytes(type);
@@ -114,7 +115,7 @@ static_assert(SharedBytes(InType::kBF16, 192) <= kMaxSharedBytes);
 // ---- Maps
 
 constexpr MapType MapTypeOf(InType type) {
-  return type == InType::kE4m3   ? MapType::kU8
+  return ElementBytes(type) == 1 ? MapType::kU8
          : type == InType::kBF16 ? MapType::kBF16
                                  : MapType::kF16;
 }
@@ -178,14 +179,22 @@ constexpr int kAttentionThreads = 384;
 constexpr int kPrepareThreads = 256;
 
 constexpr const char* AttentionSymbol(InType type, int64_t head_dim) {
-  if (head_dim == 128) {
-    return type == InType::kE4m3   ? "zyfa_attention_fp8_128x128"
-           : type == InType::kBF16 ? "zyfa_attention_bf16_128x128"
-                                   : "zyfa_attention_f16_128x128";
+  const bool narrow = head_dim == 128;
+  switch (type) {
+    case InType::kE4m3:
+      return narrow ? "zyfa_attention_fp8_128x128"
+                    : "zyfa_attention_fp8_192x128";
+    case InType::kI8:
+      return narrow ? "zyfa_attention_int8_128x128"
+                    : "zyfa_attention_int8_192x128";
+    case InType::kBF16:
+      return narrow ? "zyfa_attention_bf16_128x128"
+                    : "zyfa_attention_bf16_192x128";
+    case InType::kF16:
+      return narrow ? "zyfa_attention_f16_128x128"
+                    : "zyfa_attention_f16_192x128";
   }
-  return type == InType::kE4m3   ? "zyfa_attention_fp8_192x128"
-         : type == InType::kBF16 ? "zyfa_attention_bf16_192x128"
-                                 : "zyfa_attention_f16_192x128";
+  return nullptr;
 }
 
 // Query heads of a section, whose work is done before the next section's: their
@@ -223,15 +232,17 @@ constexpr LaunchPlan PlanAttention(const CallSizes& call, int multiprocessors) {
   plan.k_map = RowsMap(Buffer::kK, call.type, call.kv_batch, call.kv_len,
                        call.kv_heads, call.head_dim, kKeyBlock);
   plan.prepare.block = kPrepareThreads;
-  if (call.type == InType::kE4m3) {
+  if (ElementBytes(call.type) == 1) {
+    const int64_t tiles =
+        call.kv_batch * call.kv_heads * (PaddedKeys(call.kv_len) / kKeyBlock);
     plan.v_map = TransposedValuesMap(call);
     plan.workspace_bytes =
         kCounterBytes +
-        static_cast<uint64_t>(call.kv_batch * call.kv_heads * kValueDim *
-                              PaddedKeys(call.kv_len));
-    plan.prepare.symbol = "zyfa_prepare_fp8";
-    plan.prepare.grid = static_cast<uint32_t>(
-        call.kv_batch * call.kv_heads * (PaddedKeys(call.kv_len) / kKeyBlock));
+        static_cast<uint64_t>(tiles) * (kKeyBlock * kValueDim + sizeof(float));
+    plan.prepare.symbol = call.type == InType::kI8 ? "zyfa_prepare_int8"
+                          : head_dim == 128        ? "zyfa_prepare_fp8_128"
+                                                   : "zyfa_prepare_fp8_192";
+    plan.prepare.grid = static_cast<uint32_t>(tiles);
   } else {
     plan.v_map = RowsMap(Buffer::kV, call.type, call.kv_batch, call.kv_len,
                          call.kv_heads, kValueDim, kKeyBlock);

@@ -32,8 +32,9 @@ std::optional<cuda::InType> ToInType(DType dtype) {
       return cuda::InType::kBF16;
     case DType::kF16:
       return cuda::InType::kF16;
-    case DType::kF32:
     case DType::kI8:
+      return cuda::InType::kI8;
+    case DType::kF32:
       break;
   }
   return std::nullopt;

@@ -16,8 +16,8 @@ namespace {
 // a stream that is being captured may not allow.
 std::vector<gpu::Launch> Kernels() {
   std::vector<gpu::Launch> kernels;
-  for (const auto type :
-       {cuda::InType::kE4m3, cuda::InType::kBF16, cuda::InType::kF16}) {
+  for (const auto type : {cuda::InType::kE4m3, cuda::InType::kBF16,
+                          cuda::InType::kF16, cuda::InType::kI8}) {
     for (const int64_t head_dim : {128, 192}) {
       const cuda::LaunchPlan plan =
           cuda::PlanAttention({type, 1, 1, 1, 1, 1, 1, head_dim}, 1);

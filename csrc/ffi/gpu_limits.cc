@@ -57,15 +57,16 @@ std::string GpuRefusal(const AttentionParams& p, bool has_kernel) {
     return std::to_string(x) + " and " + std::to_string(y);
   };
   if (!has_kernel) {
-    return "bfloat16, float16 and float8_e4m3fn with head dims 128 and 128 or "
-           "192 and 128, got " +
+    return "bfloat16, float16, float8_e4m3fn and int8 with head dims 128 and "
+           "128 or 192 and 128, got " +
            Name(p.in_dtype) + " with " + two(p.head_dim, p.value_dim);
   }
-  if (p.kv_block != 0) {
-    return "one descale for all keys, got kv_block " +
+  const bool is_int8 = p.in_dtype == DType::kI8;
+  if (p.kv_block != 0 && !(is_int8 && p.v_channels)) {
+    return "one descale for all keys, but int8 keys, got kv_block " +
            std::to_string(p.kv_block);
   }
-  if (p.v_channels) {
+  if (p.v_channels && !is_int8) {
     return "one descale for all channels of v, got one for each";
   }
   if (std::max(p.q_len, p.kv_len) > kMaxTokens) {

@@ -51,6 +51,10 @@ void FillArgs(const AttentionParams& p, Args* args) {
   args->q_block =
       narrow(std::min<int64_t>(p.q_block, std::numeric_limits<int32_t>::max()));
   args->q_scales = narrow(p.q_scales);
+  args->kv_block = narrow(
+      std::min<int64_t>(p.kv_block, std::numeric_limits<int32_t>::max()));
+  args->k_scales = narrow(p.kv_scales);
+  args->v_channels = p.v_channels ? 1 : 0;
 }
 
 // Calls run(params) unless `refusal(params)` says what the kernels of

@@ -26,6 +26,8 @@ struct Kernel {
 constexpr Kernel kKernels[] = {
     {DType::kE4m3, 128, 128, "zyfa_attention_fp8_128x128"},
     {DType::kE4m3, 192, 128, "zyfa_attention_fp8_192x128"},
+    {DType::kI8, 128, 128, "zyfa_attention_int8_128x128"},
+    {DType::kI8, 192, 128, "zyfa_attention_int8_192x128"},
     {DType::kBF16, 128, 128, "zyfa_attention_bf16_128x128"},
     {DType::kBF16, 192, 128, "zyfa_attention_bf16_192x128"},
     {DType::kF16, 128, 128, "zyfa_attention_f16_128x128"},

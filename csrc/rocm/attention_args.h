@@ -10,6 +10,7 @@ namespace zyfa::rocm {
 
 constexpr int kThreads = 512;     // of a workgroup
 constexpr int kQueryBlock = 256;  // queries of a workgroup
+constexpr int kScaledKeys = 128;  // the least that share a k_scale
 
 enum class OutType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
 
@@ -38,8 +39,9 @@ static_assert(Quotient(21, DivisorOf(7)) == 3);
 static_assert(Quotient(INT32_MAX - 1, DivisorOf(INT32_MAX)) == 0);
 static_assert(Quotient(INT32_MAX, DivisorOf(INT32_MAX)) == 1);
 
-// The arrays and lengths of AttentionParams (csrc/ffi/attention_params.h), with
-// one k_scale and v_scale for each (kv_batch, kv_head).
+// The arrays and lengths of AttentionParams (csrc/ffi/attention_params.h).
+// v_scale is (kv_batch, kv_heads), or (kv_batch, kv_heads, value dim) with
+// v_channels. Kernels that take several k_scales for a head want them >= 0.
 struct AttentionArgs {
   const void* q;
   const void* k;
@@ -71,9 +73,13 @@ struct AttentionArgs {
   Divisor by_heads;
   Divisor by_kv_group;     // query heads that share a key/value head
   Divisor by_batch_group;  // batch entries that share keys and values
-  int32_t unused;
+  int32_t kv_block;  // keys that share a k_scale, a multiple of 128; 0: all
+  int32_t k_scales;
+  int32_t v_channels;  // 1: a v_scale for each channel; 0: one for all
+  Divisor by_q_block;
+  Divisor by_scaled_tiles;  // tiles of 128 keys that share a k_scale
 };
-static_assert(sizeof(AttentionArgs) == 11 * 8 + 22 * 4);
+static_assert(sizeof(AttentionArgs) == 11 * 8 + 28 * 4);
 
 // Workgroups of a launch, along x: for each (batch, head) the groups of its
 // query blocks.
@@ -91,7 +97,9 @@ inline void SetGeometry(AttentionArgs& args, int32_t blocks_per_group) {
   args.by_heads = DivisorOf(args.heads);
   args.by_kv_group = DivisorOf(args.heads / args.kv_heads);
   args.by_batch_group = DivisorOf(args.batch / args.kv_batch);
-  args.unused = 0;
+  args.by_q_block = DivisorOf(args.q_block > 0 ? args.q_block : INT32_MAX);
+  args.by_scaled_tiles =
+      DivisorOf(args.kv_block > 0 ? args.kv_block / kScaledKeys : INT32_MAX);
 }
 
 }  // namespace zyfa::rocm

@@ -70,7 +70,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="the prompt's first N tokens; without a prompt N random ones (512)",
     )
-    add("--precision", choices=("bf16", "fp8"), default="bf16", help="of attention")
+    add(
+        "--precision",
+        choices=("bf16", "fp8", "int8"),
+        default="bf16",
+        help="of attention",
+    )
     add(
         "--dtype",
         choices=("bfloat16", "float32"),
@@ -100,7 +105,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     model = load(
         options.folder,
         dtype=jnp.dtype(options.dtype),
-        precision="fp8" if options.precision == "fp8" else None,
+        precision=None if options.precision == "bf16" else options.precision,
         mesh=mesh,
         random=options.random_weights,
         progress=lambda parameters: track(
@@ -139,12 +144,13 @@ def describe(
     parameters = jax.tree.leaves(nnx.state(model, nnx.Param))
     count = sum(x.size for x in parameters)
     size = sum(x.nbytes for x in parameters)
+    precision = options.precision
+    attention = options.dtype if precision == "bf16" else precision.upper()
     where = "one device" if mesh is None else f"mesh {dict(mesh.shape)}"
     console.print(
         f"{model.config.architecture}, {model.config.layers} layers, {count:,} "
-        f"parameters in {options.dtype}, {decimal(size)}; attention in "
-        f"{'FP8' if options.precision == 'fp8' else options.dtype}; {where} of "
-        f"{jax.devices()[0].device_kind}"
+        f"parameters in {options.dtype}, {decimal(size)}; attention in {attention}; "
+        f"{where} of {jax.devices()[0].device_kind}"
     )
 
 

@@ -109,7 +109,8 @@ class Decoder(nnx.Module):
     Args:
       config: what it is made of.
       dtype: bfloat16 or float32, for parameters and computation.
-      precision: None, or "fp8" for attention in FP8.
+      precision: None, "fp8" for attention in FP8, or "int8" with queries and keys in
+        int8.
       mesh: devices with the axes "heads" and "tokens" (`sharding.make_mesh`), or None
         for one device.
       rngs: random keys; `weights.load` gives the parameters their values.
@@ -139,6 +140,7 @@ class Decoder(nnx.Module):
             )
         self.config = config
         self.dtype = dtype
+        self.precision = precision
         self.mesh = mesh
 
     def __call__(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t v"]:

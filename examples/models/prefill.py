@@ -17,6 +17,9 @@ from .sharding import devices_over_tokens
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
+KEYS_OF_A_DESCALE = 128
+"""In int8, of which a device holds all."""
+
 
 def prefill(
     model: Decoder,
@@ -49,7 +52,8 @@ def prefill(
         )
     # Every device gets an early and a late piece of one length.
     devices = devices_over_tokens(model.mesh)
-    size += -size % (2 * devices if devices > 1 else 1)
+    unit = KEYS_OF_A_DESCALE if model.precision == "int8" else 1
+    size += -size % (2 * devices * unit if devices > 1 else 1)
     graph, state = nnx.split(model)
     starts = range(0, length, size)
     # The last chunk is filled up with tokens that come after all real ones.

@@ -150,7 +150,8 @@ def load(
     Args:
       folder: with config.json and the weights as safetensors.
       dtype: bfloat16 or float32, of parameters and computation.
-      precision: None, or "fp8" for attention in FP8.
+      precision: None, "fp8" for attention in FP8, or "int8" with queries and keys in
+        int8.
       mesh: as in `Decoder`.
       random: whether to take random numbers in place of weights, of which there need
         be none: to measure speed.

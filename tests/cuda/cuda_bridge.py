@@ -44,7 +44,8 @@ class AttentionArgs(ctypes.Structure):
             for name in (
                 *("batch", "kv_batch", "q_len", "kv_len", "heads", "kv_heads"),
                 *("window_left", "window_right", "q_block", "q_scales"),
-                *("out_type", "section_heads"),
+                *("kv_block", "k_scales", "v_channels", "out_type"),
+                *("section_heads", "padding"),
             )
         ),
     )
@@ -101,7 +102,7 @@ def is_attention(launch: bridge.Launch) -> bool:
 
 
 def parameters(launch: bridge.Launch) -> Parameters:
-    assert len(launch.kernarg) == ctypes.sizeof(Parameters) == 528
+    assert len(launch.kernarg) == ctypes.sizeof(Parameters) == 544
     return Parameters.from_buffer_copy(launch.kernarg)
 
 
@@ -115,16 +116,36 @@ def model(launch: bridge.Launch) -> None:
     assert len(launch.kernarg) == ctypes.sizeof(AttentionArgs)
     args = AttentionArgs.from_buffer_copy(launch.kernarg)
     _bytes(args.workspace, COUNTER_BYTES)[:] = 0
-    if launch.kernel == "zyfa_prepare_fp8":
-        _transpose(launch, args)
-    else:
-        assert launch.kernel == "zyfa_prepare"
+    if launch.kernel == "zyfa_prepare":
         assert launch.grid == (1, 1, 1)
+        return
+    _transpose(launch, args)
+    if launch.kernel != "zyfa_prepare_int8":
+        _measure(args, int(launch.kernel.removeprefix("zyfa_prepare_fp8_")))
+
+
+def _tiles(args: AttentionArgs) -> int:
+    return max(1, -(-args.kv_len // KEY_BLOCK))
+
+
+def _measure(args: AttentionArgs, head_dim: int) -> None:
+    """The largest norm of each tile's keys, behind the transposed values."""
+    heads, tiles = args.kv_batch * args.kv_heads, _tiles(args)
+    values = heads * 128 * tiles * KEY_BLOCK
+    norms = _bytes(args.workspace + COUNTER_BYTES + values, 4 * heads * tiles)
+    norms = norms.view(np.float32).reshape(args.kv_batch, args.kv_heads, tiles)
+    norms[...] = 0
+    if args.kv_len:
+        keys = _bytes(args.k, heads * args.kv_len * head_dim).view(calls.DTYPES["fp8"])
+        keys = keys.reshape(args.kv_batch, args.kv_len, args.kv_heads, head_dim)
+        of_keys = np.linalg.norm(keys.astype(np.float32), axis=3).transpose(0, 2, 1)
+        for tile in range(tiles):
+            of_tile = of_keys[..., KEY_BLOCK * tile : KEY_BLOCK * (tile + 1)]
+            norms[..., tile] = of_tile.max(axis=2)
 
 
 def _transpose(launch: bridge.Launch, args: AttentionArgs) -> None:
-    heads = args.kv_batch * args.kv_heads
-    tiles = max(1, -(-args.kv_len // KEY_BLOCK))
+    heads, tiles = args.kv_batch * args.kv_heads, _tiles(args)
     assert launch.grid == (heads * tiles, 1, 1)
     size = heads * 128 * tiles * KEY_BLOCK
     to = _bytes(args.workspace + COUNTER_BYTES, size)
@@ -144,11 +165,13 @@ def _attend(launch: bridge.Launch) -> None:
     counter = _bytes(args.workspace, COUNTER_BYTES)
     assert not counter.any()
     counter[0] = 1
-    fp8 = shape.dtype.itemsize == 1
+    transposed = shape.dtype.itemsize == 1
     arrays = {
         "q": _tokens(p.q, shape.dtype),
         "k": _tokens(p.k, shape.dtype),
-        "v": _transposed(p.v, shape.dtype) if fp8 else _tokens(p.v, shape.dtype),
+        "v": _transposed(p.v, shape.value_dtype)
+        if transposed
+        else _tokens(p.v, shape.dtype),
     }
     for name, (dims, dtype) in calls.array_shapes(launch.kernel, args).items():
         if name in arrays:

@@ -71,7 +71,7 @@ static_assert(sizeof(TensorMap) <= kTensorMapBytes);
 
 // What a launch was given, one after the other; maps for attention alone.
 struct Parameters {
-  uint8_t args[144];
+  uint8_t args[160];
   uint8_t maps[3][kTensorMapBytes];
 };
 constexpr size_t kQuantizeBytes = 80;

@@ -12,7 +12,7 @@ import cuda_bridge
 import jax
 import numpy as np
 import pytest
-from _oracle import BF16, F16, F32, FP8, assert_near_oracle, make, normal
+from _oracle import BF16, F16, F32, FP8, INT8, as_int8, assert_near_oracle, make, normal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -51,17 +51,20 @@ def small(dtype=BF16, dims=(128, 128), tokens=(5, 7), heads=(2, 1), batch=(1,)):
 
 
 @pytest.mark.parametrize("dims", [(128, 128), (192, 128)])
-@pytest.mark.parametrize("dtype", [BF16, F16, FP8], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, F16, FP8, INT8], ids=str)
 def test_a_call_comes_back(cuda, dtype, dims):
     options = {}
     if dtype == FP8:
         options = {"q_descale": 0.5, "k_descale": 0.75, "v_descale": np.float32(2)}
-    inputs = make(tokens=(20, 133), dims=dims, dtype=dtype)
+    inputs = make(tokens=(20, 133), dims=dims, dtype=F32 if dtype == INT8 else dtype)
+    if dtype == INT8:
+        inputs = as_int8(*inputs)
     results, prepare, launch = run(cuda, *inputs, **options)
     assert_near_oracle(results, inputs, **options)
-    kind = {BF16: "bf16", F16: "f16", FP8: "fp8"}[dtype]
+    kind = {BF16: "bf16", F16: "f16", FP8: "fp8", INT8: "int8"}[dtype]
     assert launch.kernel == f"zyfa_attention_{kind}_{dims[0]}x{dims[1]}"
-    assert prepare.kernel == "zyfa_prepare" + ("_fp8" if dtype == FP8 else "")
+    prepares = {FP8: f"_fp8_{dims[0]}", INT8: "_int8"}
+    assert prepare.kernel == "zyfa_prepare" + prepares.get(dtype, "")
     assert launch.code == EXTENSION.cuda_code_object("sm_90")
     assert launch.stream is None
     assert launch.grid == (MULTIPROCESSORS, 1, 1)
@@ -428,11 +431,14 @@ FP8_INPUTS = dict.fromkeys("qkv", FP8)
         ),
         ({"dtypes": dict.fromkeys("qkv", F32)}, "got float32 with 128 and 128"),
         ({"shapes": {"k": (1, 7, 1, 120)}}, "k takes shape"),
-        ({"kv_block": 128}, "one descale for all keys, got kv_block 128"),
+        (
+            {"kv_block": 128},
+            "one descale for all keys, but int8 keys, got kv_block 128",
+        ),
         ({"window_left": 2**31}, "windows of up to 2147483647 tokens .*2147483648"),
         ({"workspace": (0,)}, "the workspace takes 128 bytes, got 0"),
         ({"workspace": (127,)}, "the workspace takes 128 bytes, got 127"),
-        ({"dtypes": FP8_INPUTS}, "the workspace takes 16512 bytes, got 128"),
+        ({"dtypes": FP8_INPUTS}, "the workspace takes 16516 bytes, got 128"),
     ],
     ids=str,
 )
@@ -451,7 +457,7 @@ def test_the_handler_refuses_what_the_kernel_does_not_take(cuda, arguments, mess
 def test_the_lowering_hides_the_workspace(cuda):
     lowered = jax.jit(forced).lower(*small(dtype=FP8), **ONES)
     assert "@zyfa_attention_cuda(" in lowered.as_text()
-    assert "tensor<129x128xui8>" in lowered.as_text()
+    assert "tensor<130x128xui8>" in lowered.as_text()
     assert len(lowered.out_info) == 2
 
 

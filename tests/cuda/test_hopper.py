@@ -1,6 +1,7 @@
 """The attention kernels on a Hopper GPU, through JAX: `pytest -m cuda`."""
 
 import concurrent.futures
+import dataclasses
 import functools
 import os
 import subprocess
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _oracle import BF16, F16, F32, FP8, assert_near_oracle, make, plain
+from _oracle import BF16, F16, F32, FP8, INT8, as_int8, assert_near_oracle, make, plain
 from jax.sharding import Mesh, PartitionSpec
 
 import zyfa_jax
@@ -23,7 +24,7 @@ from zyfa_jax.__main__ import main
 pytestmark = pytest.mark.cuda
 
 DIMS = [MISTRAL_7B.head_dims, DEEPSEEK_V2_LITE.head_dims]
-DTYPES = [BF16, F16, FP8]
+DTYPES = [BF16, F16, FP8, INT8]
 # Relative to the oracle on the same inputs, in bfloat16 output.
 BOUNDS = {BF16: 5e-3, F16: 2e-3, FP8: 0.045}
 
@@ -35,7 +36,10 @@ def on_gpu(gpu):
 
 
 def inputs(dtype=BF16, dims=(128, 128), **options) -> tuple[Any, ...]:
-    """(q, k, v); for FP8 with a descale of its own for each (batch, head)."""
+    """(q, k, v); for FP8 with a descale of its own for each (batch, head), for int8
+    with those of `quantize_qkv`."""
+    if dtype == INT8:
+        return as_int8(*make(dims=dims, **options))
     if dtype != FP8:
         return make(dims=dims, dtype=dtype, **options)
     return tuple(quantize(x) for x in make(dims=dims, **options))
@@ -141,7 +145,7 @@ def test_without_keys_or_queries(dtype, tokens):
 def changed(x, change):
     """What `change` makes of an array, or of its FP8 numbers."""
     if isinstance(x, Quantized):
-        return Quantized(change(x.values), x.descale)
+        return dataclasses.replace(x, values=change(x.values), source=None)
     return change(jnp.asarray(x))
 
 
@@ -170,7 +174,7 @@ def test_what_lies_past_the_lengths_is_not_read(dtype, shares_kv):
             for b, end in enumerate(ends):
                 x = x.at[
                     (b, slice(end, None)) if x.ndim == 4 else slice(end, None)
-                ].set(jnp.asarray(np.nan, x.dtype))
+                ].set(jnp.asarray(-128 if x.dtype == INT8 else np.nan, x.dtype))
             return x
 
         return change
@@ -186,7 +190,15 @@ def test_what_lies_past_the_lengths_is_not_read(dtype, shares_kv):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nan_in_an_int8_query_is_its_descale():
+    q, k, v = inputs(INT8, tokens=(300, 300), heads=(1, 1), batch=(1,))
+    q = dataclasses.replace(q, descale=q.descale.at[0, 0, 150].set(np.nan))
+    out, lse = (np.asarray(x, F32) for x in attend(q, k, v))
+    assert (np.isnan(out[0, :, 0]).all(axis=1) == (np.arange(300) == 150)).all()
+    assert (np.isnan(lse[0, 0]) == (np.arange(300) == 150)).all()
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, FP8], ids=str)
 @pytest.mark.parametrize("operand", range(3))
 def test_nan_in_nan_out(dtype, operand):
     arrays = list(inputs(dtype, tokens=(300, 300), heads=(1, 1), batch=(1,)))
@@ -213,6 +225,20 @@ def test_no_query_that_sees_keys_is_called_empty(dtype, scale):
     assert not np.isneginf(lse).any()
 
 
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("dtype", [FP8, INT8], ids=str)
+@pytest.mark.parametrize(
+    ("shift", "scale"),
+    [(0.0, None), (-4.0, None), (4.0, None), (0.0, 2.0), (0.0, 1e-4)],
+)
+def test_logits_in_16_bits_or_not(dtype, dims, shift, scale):
+    """Above zero and below it, and too large or too small for 16 bits."""
+    q, k, v = make(tokens=(300, 900), heads=(2, 1), batch=(1,), dims=dims)
+    arrays = np.abs(q), k + F32.type(shift), v
+    arrays = as_int8(*arrays) if dtype == INT8 else tuple(map(quantize, arrays))
+    check(arrays, causal=False, scale=scale)
+
+
 @pytest.mark.parametrize("size", [30.0, 3000.0])
 def test_large_logits(size):
     q, k, v = make(tokens=(60, 300), heads=(1, 1), dims=(128, 128), batch=(1,))
@@ -234,14 +260,37 @@ def test_traced_descales():
 def test_chunked_prefill_is_the_whole(dtype):
     q, k, v = inputs(dtype, tokens=(384, 384), heads=(2, 1), batch=(1,))
     whole, _ = attend(q, k, v, out_dtype=F32)
+
+    def chunk(i):
+        part = changed(q, lambda x: x[:, i : i + 128])
+        if dtype == INT8:
+            part = dataclasses.replace(part, descale=q.descale[..., i : i + 128])
+        return part
+
     chunks = [
         attend(
-            changed(q, lambda x, i=i: x[:, i : i + 128]), k, v, out_dtype=F32,
+            chunk(i), k, v, out_dtype=F32,
             q_offset=np.int32(i), kv_lengths=np.int32(i + 128),
         )[0]
         for i in range(0, 384, 128)
     ]  # fmt: skip
     np.testing.assert_array_equal(np.concatenate(chunks, axis=1), np.asarray(whole))
+
+
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("name", families.NAMES)
+def test_int8_error_within_its_bar(name, dims):
+    arrays = families.make(name, 4096, qk_dim=dims[0], v_dim=dims[1])
+    q, k, v = as_int8(*(jnp.asarray(x[None]) for x in arrays))
+    out, _ = attend(q, k, v, out_dtype=F32)
+    last = dataclasses.replace(
+        q, values=q.values[:, -256:], descale=q.descale[..., -256:]
+    )
+    raw, descales = plain(last, k, v)
+    exact, _ = reference.attention(*raw, **descales)
+    bar, _ = reference.fp8_attention(*raw, probabilities="exact row", **descales)
+    error = relative(out[:, -256:], exact)
+    assert error < 1.25 * relative(bar, exact), error / relative(bar, exact)
 
 
 @pytest.mark.parametrize("dims", DIMS)

@@ -415,9 +415,11 @@ def model_head(args: Any, arrays: dict[str, np.ndarray], b: int, h: int) -> None
     """One query head's plain attention; `args` has the kernel's lengths and window."""
     kv = b // (args.batch // args.kv_batch), h // (args.heads // args.kv_heads)
     q = arrays["q"][b, :, h].astype(np.float64)
-    k = arrays["k"][kv[0], :, kv[1]].astype(np.float64) * arrays["k_scale"][kv]
-    v = arrays["v"][kv[0], :, kv[1]].astype(np.float64) * arrays["v_scale"][kv]
     rows, keys = np.arange(args.q_len), np.arange(args.kv_len)
+    k_scale = np.atleast_1d(arrays["k_scale"][kv])
+    k_scale = k_scale[keys // args.kv_block] if k_scale.size > 1 else k_scale
+    k = arrays["k"][kv[0], :, kv[1]].astype(np.float64) * k_scale[:, None]
+    v = arrays["v"][kv[0], :, kv[1]].astype(np.float64) * arrays["v_scale"][kv]
     block = args.q_block or max(args.q_len, 1)
     q = q * arrays["q_scale"][b, h, rows // block][:, None]
     position = rows.astype(np.int64) + arrays["q_offset"][b]

@@ -1,5 +1,6 @@
 """The attention kernels' machine code, run in the emulator through JAX."""
 
+import dataclasses
 from typing import Any
 
 import bridge
@@ -15,17 +16,31 @@ from benchmarks import families
 from benchmarks import gfx950 as benchmark
 from benchmarks.shapes import DEEPSEEK_V2_LITE, MISTRAL_7B
 from tools.gfx950 import calls
-from zyfa_jax import Quantized, quantize, reference
+from zyfa_jax import Quantized, quantize, quantize_qkv, reference
 
+INT8 = np.dtype(np.int8)
 DIMS = [MISTRAL_7B.head_dims, DEEPSEEK_V2_LITE.head_dims]
-DTYPES = [BF16, FP8]
+DTYPES = [BF16, FP8, INT8]
+QUANTIZED = [FP8, INT8]
 
 
 def inputs(dtype=BF16, dims=(128, 128), **options) -> tuple[Any, ...]:
-    """(q, k, v); for FP8 with a descale of its own for each (batch, head)."""
-    if dtype != FP8:
+    """(q, k, v); for FP8 with a descale of its own for each (batch, head), for int8
+    with those of `quantize_qkv`."""
+    if dtype not in QUANTIZED:
         return make(dims=dims, dtype=dtype, **options)
-    return tuple(quantize(x) for x in make(dims=dims, **options))
+    return quantized(make(dims=dims, **options), dtype)
+
+
+def quantized(arrays, dtype, granularity="head"):
+    """(q, k, v) of FP8, or of int8 by `quantize_qkv`: without the arrays that they
+    were made of, and the mean of keys, which moves log-sum-exps."""
+    arrays = tuple(jnp.asarray(x) for x in arrays)
+    if dtype == FP8:
+        rounded = [quantize(x, granularity=granularity) for x in arrays]
+    else:
+        rounded = quantize_qkv(*arrays)
+    return tuple(dataclasses.replace(x, source=None, center=None) for x in rounded)
 
 
 def attend(hip, arrays, **options):
@@ -53,11 +68,22 @@ def relative(got, want):
     return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
-def fp8_errors(hip, name, dims, *, tokens, queries, seed=0):
+def to_int8(x):
+    """The same in int8, with as many descales."""
+    values = (x.values.astype(F32) * (127 / 448)).round().astype(INT8)
+    return Quantized(values, x.descale * np.float32(448 / 127))
+
+
+def last_queries(q, count):
+    blocks = {"descale": q.descale[..., -count:]} if q.block else {}
+    return dataclasses.replace(q, values=q.values[:, -count:], **blocks)
+
+
+def eight_bit_errors(hip, name, dims, dtype, *, tokens, queries, seed=0):
     """Errors of the kernel, of its model and of the one that sets the bar."""
     arrays = families.make(name, tokens, qk_dim=dims[0], v_dim=dims[1], seed=seed)
-    q, k, v = (quantize(jnp.asarray(x[None]), granularity="tensor") for x in arrays)
-    q = Quantized(q.values[:, -queries:], q.descale)
+    q, k, v = quantized([x[None] for x in arrays], dtype, "tensor")
+    q = last_queries(q, queries)
     out, _ = attend(hip, (q, k, v), out_dtype=jnp.float32)
     raw, descales = plain(q, k, v)
     exact, _ = reference.attention(*raw, **descales)
@@ -70,10 +96,14 @@ def fp8_errors(hip, name, dims, *, tokens, queries, seed=0):
 
 
 @pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("dtype", QUANTIZED, ids=str)
 @pytest.mark.parametrize("name", families.NAMES)
-def test_fp8_error_within_its_bar(hip, name, dims):
+def test_8_bit_error_within_its_bar(hip, name, dtype, dims):
     kernel, model, bar = np.mean(
-        [fp8_errors(hip, name, dims, tokens=768, queries=256, seed=i) for i in (0, 1)],
+        [
+            eight_bit_errors(hip, name, dims, dtype, tokens=768, queries=256, seed=i)
+            for i in (0, 1)
+        ],
         axis=0,
     )
     assert kernel == pytest.approx(model, rel=0.01)
@@ -83,12 +113,16 @@ def test_fp8_error_within_its_bar(hip, name, dims):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("dtype", QUANTIZED, ids=str)
 @pytest.mark.parametrize("name", families.NAMES)
-def test_fp8_error_of_a_long_context_within_its_bar(hip, name, dims):
+def test_8_bit_error_of_a_long_context_within_its_bar(hip, name, dtype, dims):
     # One dominant key for all queries makes a noisy sample.
     seeds = range(3 if name == "sink" else 1)
     kernel, model, bar = np.mean(
-        [fp8_errors(hip, name, dims, tokens=8192, queries=256, seed=i) for i in seeds],
+        [
+            eight_bit_errors(hip, name, dims, dtype, tokens=8192, queries=256, seed=i)
+            for i in seeds
+        ],
         axis=0,
     )
     assert kernel == pytest.approx(model, rel=0.01)
@@ -108,24 +142,31 @@ def test_bf16_error_within_its_bar(hip, name, dims):
 
 
 @pytest.mark.parametrize("dims", DIMS)
-@pytest.mark.parametrize("dtype", [BF16, F16, FP8], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, F16, FP8, INT8], ids=str)
 def test_close_to_the_cpu_kernel(hip, dtype, dims):
     arrays = inputs(dtype, dims, tokens=(150, 290), heads=(2, 1), batch=(1,))
     out, lse = check(hip, arrays)
     cpu, cpu_lse = zyfa_jax.attention(*arrays, implementation="cpu", return_lse=True)
-    bound = {BF16: 4e-3, F16: 1e-3, FP8: 0.04}[dtype]
+    bound = {BF16: 4e-3, F16: 1e-3, FP8: 0.04, INT8: 0.04}[dtype]
     assert relative(out, np.asarray(cpu).astype(np.float64)) < bound
-    np.testing.assert_allclose(lse, cpu_lse, atol=0.1 if dtype == FP8 else 1e-5)
+    np.testing.assert_allclose(lse, cpu_lse, atol=0.1 if dtype in QUANTIZED else 1e-5)
 
 
-def test_fp8_codes_are_the_reference_bit_for_bit(hip):
+@pytest.mark.parametrize(
+    ("dtype", "largest", "descales"),
+    [(FP8, 4, (0.31, 0.31)), (INT8, 127, (0.007, 2**-6))],
+)
+def test_codes_are_the_reference_bit_for_bit(hip, dtype, largest, descales):
     """Values that pick out one key each show every probability."""
     rng = np.random.default_rng(0)
-    descale = jnp.full((1, 1), 0.31, F32)
-    # Small whole numbers, whose dot products are exact in any order.
+    # Whole numbers, whose dot products are exact in any order; a power of two, with
+    # which so is the order of the factors of a logit.
     q, k = (
-        Quantized(jnp.asarray(rng.integers(-4, 5, (1, n, 1, 128)), FP8), descale)
-        for n in (256, 128)
+        Quantized(
+            jnp.asarray(rng.integers(-largest, largest + 1, (1, n, 1, 128)), dtype),
+            jnp.full((1, 1), descale, F32),
+        )
+        for n, descale in zip((256, 128), descales, strict=True)
     )
     v = Quantized(jnp.eye(128, dtype=FP8)[None, :, None], jnp.ones((1, 1), F32))
     out, lse = attend(hip, (q, k, v), causal=False, out_dtype=jnp.float32)
@@ -138,7 +179,7 @@ def test_fp8_codes_are_the_reference_bit_for_bit(hip):
     factor = np.full(256, factor * np.float32(np.log2(np.e)), np.float32)
     codes, shift, top, row_sum = reference.fp8_softmax_block(
         dots, np.ones(dots.shape, bool), factor, np.full(256, -np.inf, np.float32),
-        quadratic=False, chord_keys=32,
+        quadratic=False, chord_keys=32, zero=1.5 * 2**23 if dtype == INT8 else 0,
     )  # fmt: skip
     want = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) / row_sum[:, None]
     assert not shift.any()
@@ -221,15 +262,15 @@ def test_what_lies_past_the_lengths_is_not_read(hip, dtype):
 
     def spoil(x, start):
         if isinstance(x, Quantized):
-            return Quantized(spoil(x.values, start), x.descale)
-        return jnp.asarray(x).at[:, start:].set(jnp.nan)
+            return dataclasses.replace(x, values=spoil(x.values, start))
+        return jnp.asarray(x).at[:, start:].set(127 if x.dtype == INT8 else jnp.nan)
 
     want = attend(hip, (q, k, v), **lengths)
     got = attend(hip, (spoil(q, 40), spoil(k, 130), spoil(v, 130)), **lengths)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP8], ids=str)
 @pytest.mark.parametrize("operand", range(3))
 def test_nan_in_nan_out(hip, dtype, operand):
     arrays = list(inputs(dtype, tokens=(40, 40), heads=(1, 1), batch=(1,)))
@@ -245,6 +286,20 @@ def test_nan_in_nan_out(hip, dtype, operand):
         assert np.isnan(np.asarray(lse)[0, 0, 20])
 
 
+@pytest.mark.parametrize("operand", range(3))
+def test_nan_descale_of_int8(hip, operand):
+    """Of a query, of a block of keys, of a channel of values. One of keys reaches the
+    queries of its tile that do not see them, too."""
+    x = list(inputs(INT8, tokens=(512, 512), heads=(1, 1), batch=(1,)))
+    descale = x[operand].descale.at[0, 0, 2].set(jnp.nan)
+    x[operand] = dataclasses.replace(x[operand], descale=descale)
+    out, lse = (np.isnan(np.asarray(y)) for y in attend(hip, x))
+    want = np.zeros(out.shape, bool)
+    want[(np.s_[:, 2], np.s_[:, 256:], np.s_[..., 2])[operand]] = True
+    np.testing.assert_array_equal(out, want)
+    np.testing.assert_array_equal(lse, want.all(axis=-1).transpose(0, 2, 1))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 4.0])
 def test_any_scale(hip, dtype, scale):
@@ -252,8 +307,11 @@ def test_any_scale(hip, dtype, scale):
     check(hip, arrays, scale=scale)
 
 
-def test_traced_scale_and_descales(hip):
+@pytest.mark.parametrize("dtype", QUANTIZED, ids=str)
+def test_traced_scale_and_descales(hip, dtype):
     q, k, v = inputs(FP8, tokens=(50, 140), heads=(4, 2), batch=(2,))
+    if dtype == INT8:
+        q, k = (to_int8(x) for x in (q, k))
     assert np.unique(np.asarray(k.descale)).size == 4
 
     def call(scale, *descales):
@@ -273,8 +331,46 @@ def test_traced_scale_and_descales(hip):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_zeros_average_the_values(hip, dtype):
     q, k, v = inputs(dtype, tokens=(40, 140), heads=(1, 1), batch=(1,))
-    zero = quantize(jnp.zeros(q.shape)) if dtype == FP8 else np.zeros_like(q)
+    if dtype in QUANTIZED:
+        zero = dataclasses.replace(q, values=jnp.zeros_like(q.values))
+    else:
+        zero = np.zeros_like(q)
     check(hip, (zero, k, v), causal=False)
+
+
+@pytest.mark.parametrize("block", [256, 512])
+def test_int8_keys_with_a_descale_for_several_tiles(hip, block):
+    q, k, v = inputs(INT8, tokens=(60, 1100), heads=(2, 2), batch=(2,))
+    descale = k.descale[..., :: block // 128] * np.float32(1.5)
+    k = dataclasses.replace(k, descale=descale, block=block)
+    check(hip, (q, k, v))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 200}], ids=str)
+def test_a_negative_scale_of_int8(hip, options):
+    arrays = inputs(INT8, tokens=(150, 600), heads=(1, 1), batch=(1,))
+    check(hip, arrays, scale=-0.1, **options)
+
+
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_int8_of_the_largest_sums(hip, sign, dims):
+    """Whose logits differ from the one nearest to them by a unit of the product."""
+    q = np.full((1, 40, 1, dims[0]), -128, INT8)
+    k = np.full((1, 200, 1, dims[0]), -128 if sign > 0 else 127, INT8)
+    k[0, :, 0, 0] -= sign * np.arange(200).astype(INT8) % 100
+    _, _, v = inputs(INT8, dims, tokens=(40, 200), heads=(1, 1), batch=(1,))
+    # A unit of the first channel is an eighth of an octave.
+    one = np.sqrt(dims[0]) * np.log(2) / 8 / 128
+    check(
+        hip,
+        (
+            Quantized(q, np.full((1, 1), one, F32)),
+            Quantized(k, np.full((1, 1), 1.0, F32)),
+            Quantized(v.values, v.descale[..., 0]),
+        ),
+        causal=False,
+    )
 
 
 @pytest.mark.parametrize("size", [30.0, 3000.0])
@@ -319,9 +415,13 @@ def test_pairs_of_blocks_give_the_same_bits(hip, dtype):
     arrays = inputs(dtype, tokens=(600, 600), heads=(2, 2), batch=(1,))
 
     def one_head(i):
-        if dtype == FP8:
+        if dtype in QUANTIZED:
             return tuple(
-                Quantized(x.values[:, :, i : i + 1], x.descale[:, i : i + 1])
+                dataclasses.replace(
+                    x,
+                    values=x.values[:, :, i : i + 1],
+                    descale=x.descale[:, i : i + 1],
+                )
                 for x in arrays
             )
         return tuple(x[:, :, i : i + 1] for x in arrays)
@@ -366,19 +466,23 @@ def test_gradient_through_the_kernel(hip):
     assert relative(got, want) < 2e-2
 
 
-@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "bf16"])
 def test_arrays_beyond_four_gigabytes(kind):
     """Only the pages that are touched exist."""
     kernel = benchmark.kernels()[f"zyfa_attention_{kind}_128x128"]
     tokens, rows = (1 << 25) + 77, slice(-300, None)
     shape = (1, tokens, 1, 128)
     q, near_k, near_v = make(
-        tokens=(70, 300), heads=(1, 1), dims=(128, 128), batch=(1,),
-        dtype=calls.DTYPES[kind],
+        tokens=(70, 300), heads=(1, 1), dims=(128, 128), batch=(1,)
     )  # fmt: skip
-    k, v = np.zeros(shape, q.dtype), np.zeros(shape, q.dtype)
+    dtypes = calls.Shape.of(kernel.name)
+    unit = 1 / 16 if kind == "int8" else 1
+    q, near_k = ((x / unit).astype(dtypes.dtype) for x in (q, near_k))
+    near_v = near_v.astype(dtypes.value_dtype)
+    scale = unit**2 / np.sqrt(128)
+    k, v = np.zeros(shape, q.dtype), np.zeros(shape, near_v.dtype)
     k[:, rows], v[:, rows] = near_k, near_v
-    out, lse, _ = calls.attend(kernel, q, k, v, window=(150, 0))
-    want, want_lse = reference.attention(q, near_k, near_v, window=150)
-    assert relative(out, want) < (0.03 if kind == "fp8" else 3e-3)
-    np.testing.assert_allclose(lse, want_lse, atol=0.1 if kind == "fp8" else 1e-5)
+    out, lse, _ = calls.attend(kernel, q, k, v, window=(150, 0), scale=scale)
+    want, want_lse = reference.attention(q, near_k, near_v, window=150, scale=scale)
+    assert relative(out, want) < (3e-3 if kind == "bf16" else 0.03)
+    np.testing.assert_allclose(lse, want_lse, atol=1e-5 if kind == "bf16" else 0.1)

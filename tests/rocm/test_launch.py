@@ -3,6 +3,7 @@
 A stand-in takes HIP's place, and plain attention in NumPy the kernels'.
 """
 
+import dataclasses
 import pathlib
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from _oracle import BF16, F16, F32, FP8, assert_near_oracle, make, normal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from zyfa_jax import _ffi, attention, quantize
+from zyfa_jax import Quantized, _ffi, attention, quantize, quantize_qkv
 
 EXTENSION: Any = _ffi.load()
 # Never loaded on, so that each failure of loading can be provoked there.
@@ -94,6 +95,34 @@ def test_descales_of_queries_by_blocks(hip):
     results, (launch,) = run(hip, *inputs)
     assert_near_oracle(results, inputs)
     assert (launch.args.q_block, launch.args.q_scales) == (128, 3)
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128)])
+def test_int8_with_the_descales_of_quantize_qkv(hip, dims):
+    q, k, v = quantize_qkv(*make(tokens=(20, 300), dims=dims, dtype=F32))
+    inputs = q, dataclasses.replace(k, center=None), v
+    results, (launch,) = run(hip, *inputs)
+    assert_near_oracle(results, inputs)
+    assert launch.kernel == f"zyfa_attention_int8_{dims[0]}x{dims[1]}"
+    a = launch.args
+    assert (a.q_block, a.q_scales, a.kv_block, a.k_scales) == (1, 20, 128, 3)
+    assert a.v_channels == 1
+
+
+def test_int8_with_one_descale_of_a_head(hip):
+    q, k = (
+        Quantized(rng_int8(1, n, h, 128, seed=n), np.full((1, h), 2e-2, F32))
+        for n, h in ((20, 4), (300, 2))
+    )
+    v = quantize(normal(1, 300, 2, 128))
+    results, (launch,) = run(hip, q, k, v)
+    assert_near_oracle(results, (q, k, v))
+    a = launch.args
+    assert (a.q_block, a.kv_block, a.k_scales, a.v_channels) == (0, 0, 1, 0)
+
+
+def rng_int8(*shape, seed):
+    return np.random.default_rng(seed).integers(-128, 128, shape, np.int8)
 
 
 def test_vmap_shares_keys(hip):
@@ -395,6 +424,7 @@ def test_a_direct_call_that_is_right(hip):
     assert len(launches) == 1
 
 
+I8 = {"q": np.int8, "k": np.int8, "v": FP8}
 DIMS_64 = {"q": (1, 5, 2, 64), "k": (1, 7, 1, 64)}
 HEADS_2_16 = {
     "q": (1, 1, 2**16, 128),
@@ -426,7 +456,9 @@ BATCH_2_16 = {
         ({"shapes": {"kv_lengths": (2,)}}, "kv_lengths takes shape"),
         ({"shapes": {"lse": (1, 5, 2)}}, "lse takes shape"),
         ({"shapes": {"out": (1, 5, 2, 127)}}, "out takes shape"),
-        ({"kv_block": 128}, "one descale for all keys, got kv_block 128"),
+        ({"kv_block": 128}, "one descale for all keys, .*, got kv_block 128"),
+        ({"dtypes": I8, "kv_block": 128}, "one descale for all keys, .* kv_block 128"),
+        ({"shapes": {"v_scale": (1, 1, 1, 128)}}, "for all channels of v, got one for"),
         ({"kv_block": 100}, "kv_block is a multiple of 128"),
         ({"q_block": -1}, "q_block is 0 or more"),
         ({"window_left": -2}, "window bounds are -1 or more"),
@@ -452,7 +484,7 @@ def test_the_handler_refuses_what_the_kernel_does_not_take(hip, arguments, messa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": F32}, "bfloat16, float16, float8_e4m3fn, not float32"),
+        ({"dtype": F32}, "bfloat16, float16, float8_e4m3fn, int8, not float32"),
         ({"dims": (64, 64)}, "head dims 128 and 128 or 192 and 128, not 64 and 64"),
         ({"dims": (128, 192)}, "head dims 128 and .* or .*, not 128 and 192"),
     ],

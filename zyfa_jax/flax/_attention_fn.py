@@ -19,6 +19,7 @@ def call(
     mask: Any,
     causal: bool,
     precision: Precision,
+    rotated: bool,
     window: Window,
     scale: Any,
     implementation: Any,
@@ -30,7 +31,13 @@ def call(
     if q.shape[-3] != k.shape[-3]:
         options["q_offset"] = 0
     return attend(
-        q, k, v, precision=precision, implementation=implementation, **options
+        q,
+        k,
+        v,
+        precision=precision,
+        rotated=rotated,
+        implementation=implementation,
+        **options,
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import jax.numpy as jnp
 import numpy as np
 
 from .. import _attention
 from .._quantize import quantize, quantize_qkv
+from .._quantize_numerics import rotated as hadamard
 from . import rope
 
 if TYPE_CHECKING:
@@ -20,6 +21,45 @@ if TYPE_CHECKING:
 
 Precision = Literal["int8", "fp8"] | None
 Window = int | tuple[int | None, int | None] | None
+
+
+class AttentionOptions(Protocol):
+    """What layers of both APIs hold alike; their docstrings say what it is."""
+
+    @property
+    def rope_scaling(self) -> rope.RopeScaling | None: ...
+    @property
+    def scale(self) -> float | None: ...
+    @property
+    def precision(self) -> Precision: ...
+    @property
+    def implementation(self) -> Any: ...
+    @property
+    def attention(self) -> Callable[..., Any] | None: ...
+    @property
+    def rotated(self) -> bool: ...
+
+
+class GroupedOptions(AttentionOptions, Protocol):
+    """Of GroupedQueryAttention."""
+
+    @property
+    def rope_theta(self) -> float | None: ...
+    @property
+    def causal(self) -> bool: ...
+    @property
+    def window(self) -> Window: ...
+
+
+class LatentOptions(AttentionOptions, Protocol):
+    """Of MultiHeadLatentAttention."""
+
+    @property
+    def rope_theta(self) -> float: ...
+    @property
+    def kv_lora_rank(self) -> int: ...
+    @property
+    def qk_nope_head_dim(self) -> int: ...
 
 
 def check_precision(precision: Any) -> None:
@@ -92,6 +132,7 @@ def attend(
     v: Float[Array, "*b s k e"],
     *,
     precision: Precision,
+    rotated: bool = False,
     lengths: Int[Array, "*b"] | None = None,
     kv_length: Int[Array, ""] | None = None,
     attention: Callable[..., Any] | None = None,
@@ -100,11 +141,11 @@ def attend(
     """`zyfa_jax.attention` over any number of batch axes, its output in q's dtype.
 
     With precision="fp8", q, k and v are quantized per head, k centred over tokens; with
-    "int8", by `zyfa_jax.quantize_qkv`. Gradients pass straight through the rounding.
-    `lengths` is the number of tokens of each batch element; later ones are not seen and
-    give zeros. `kv_length` is how many of the keys of a cache, in any dtype, there are
-    yet; the queries are the last of them. `attention` is called in place of
-    `zyfa_jax.attention`.
+    "int8", by `zyfa_jax.quantize_qkv`, which is told if q and k are `rotated`.
+    Gradients pass straight through the rounding. `lengths` is the number of tokens of
+    each batch element; later ones are not seen and give zeros. `kv_length` is how many
+    of the keys of a cache, in any dtype, there are yet; the queries are the last of
+    them. `attention` is called in place of `zyfa_jax.attention`.
     """
     check_precision(precision)
     batch = q.shape[:-3]
@@ -128,7 +169,7 @@ def attend(
         if kv_length is not None:
             k = _filled_up(k, kv_length)
         if precision == "int8":
-            operands = [*quantize_qkv(q, k, v)]
+            operands = [*quantize_qkv(q, k, v, rotated=rotated)]
         else:
             operands = [quantize(q), quantize(k, center=True), quantize(v)]
     attention = attention or _attention.attention
@@ -146,28 +187,89 @@ def _filled_up(
     return jnp.where(there, k, mean.astype(k.dtype))
 
 
-def latent_queries(
+def grouped_attention(
+    layer: GroupedOptions,
     q: Float[Array, "*b t h d"],
-    qk_nope_head_dim: int,
+    k: Float[Array, "*b t k d"],
+    v: Float[Array, "*b t k d"],
+    *,
     positions: Int[Array, "*b t"] | None,
-    theta: float,
-    scaling: rope.RopeScaling | None,
-) -> Float[Array, "*b t h d"]:
-    """Queries of latent attention: the last channels of each head are rotated."""
-    q_nope, q_rope = jnp.split(q, [qk_nope_head_dim], axis=-1)
-    return jnp.concatenate([q_nope, rotary(q_rope, positions, theta, scaling)], axis=-1)
+    lengths: Int[Array, "*b"] | None,
+    cache: KeyValueCache | None,
+) -> tuple[Float[Array, "*b t h d"], KeyValueCache | None]:
+    """What GroupedQueryAttention makes of its projections, and the cache after it."""
+    positions = token_positions(positions, q.shape[-3], lengths, cache)
+    if layer.rope_theta is not None:
+        q = rotary(q, positions, layer.rope_theta, layer.rope_scaling)
+        k = rotary(k, positions, layer.rope_theta, layer.rope_scaling)
+    if cache is not None:
+        cache = cache.append(k, v)
+        k, v = cache.keys, cache.values
+    options = {"causal": layer.causal, "window": layer.window}
+    return _attend(layer, q, k, v, lengths, cache, **options), cache
 
 
-def latent_keys_values(
-    kv: Float[Array, "*b s h e"],
-    k_rope: Float[Array, "*b s one r"],
-    qk_nope_head_dim: int,
-) -> tuple[Float[Array, "*b s h d"], Float[Array, "*b s h v"]]:
-    """k and v of latent attention: `kv` holds each head's key channels without
-    rotation, then its value; the rotated ones are the same for all heads."""
-    k_nope, v = jnp.split(kv, [qk_nope_head_dim], axis=-1)
+def latent_attention(
+    layer: LatentOptions,
+    q: Float[Array, "*b t h d"],
+    kv_down: Float[Array, "*b t c"],
+    kv_norm: Callable[[Array], Array],
+    kv_up: Callable[[Array], Array],
+    *,
+    positions: Int[Array, "*b t"] | None,
+    lengths: Int[Array, "*b"] | None,
+    cache: KeyValueCache | None,
+) -> tuple[Float[Array, "*b t h v"], KeyValueCache | None]:
+    """What MultiHeadLatentAttention makes of its projections, and the cache after it.
+
+    `kv_down` holds the latent vectors of keys and values, then the key channels that
+    are rotated by position and shared by all heads. `kv_up` makes each head's key
+    channels without that rotation of the normalised latent vectors, then its value.
+    """
+    positions = token_positions(positions, q.shape[-3], lengths, cache)
+    nope, turned = layer.qk_nope_head_dim, layer.rotated and layer.precision == "int8"
+
+    def rotate(x: Array) -> Array:
+        x = rotary(x, positions, layer.rope_theta, layer.rope_scaling)
+        # Weights cannot rotate these by the Hadamard matrix.
+        return hadamard(x.astype(jnp.float32)).astype(x.dtype) if turned else x
+
+    q_nope, q_rope = jnp.split(q, [nope], axis=-1)
+    q = jnp.concatenate([q_nope, rotate(q_rope)], axis=-1)
+    latent, k_rope = jnp.split(kv_down, [layer.kv_lora_rank], axis=-1)
+    k_rope = rotate(k_rope[..., None, :])
+    latent = kv_norm(latent)[..., None, :]
+    if cache is not None:
+        cache = cache.append(k_rope, latent)
+        k_rope, latent = cache.keys, cache.values
+    k_nope, v = jnp.split(kv_up(latent[..., 0, :]), [nope], axis=-1)
     k_rope = jnp.broadcast_to(k_rope, (*k_nope.shape[:-1], k_rope.shape[-1]))
-    return jnp.concatenate([k_nope, k_rope], axis=-1), v
+    k = jnp.concatenate([k_nope, k_rope], axis=-1)
+    return _attend(layer, q, k, v, lengths, cache), cache
+
+
+def _attend(
+    layer: AttentionOptions,
+    q: Float[Array, "*b t h d"],
+    k: Float[Array, "*b s k d"],
+    v: Float[Array, "*b s k e"],
+    lengths: Int[Array, "*b"] | None,
+    cache: KeyValueCache | None,
+    **options: Any,
+) -> Float[Array, "*b t h e"]:
+    return attend(
+        q,
+        k,
+        v,
+        precision=layer.precision,
+        rotated=layer.rotated,
+        lengths=lengths,
+        kv_length=None if cache is None else cache.length,
+        scale=layer.scale,
+        implementation=layer.implementation,
+        attention=layer.attention,
+        **options,
+    )
 
 
 def token_positions(

@@ -80,10 +80,12 @@ class KeyValueCache:
                     f"a cache whose {name} have shape {old.shape} takes up to "
                     f"{capacity} tokens of that shape, not {name} of {new.shape}"
                 )
-            if not isinstance(self.length, Tracer) and self.length + tokens > capacity:
+            # As an int: inside jit even a known array's sum would be traced.
+            known = None if isinstance(self.length, Tracer) else int(self.length)
+            if known is not None and known + tokens > capacity:
                 raise ValueError(
-                    f"a cache of {capacity} tokens that holds {int(self.length)} has "
-                    f"no room for {tokens}"
+                    f"a cache of {capacity} tokens that holds {known} has no room for "
+                    f"{tokens}"
                 )
             fits = self.length <= capacity - tokens
             new = jnp.where(fits, new.astype(old.dtype), jnp.array(np.nan, old.dtype))

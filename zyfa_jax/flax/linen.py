@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
 
-from . import _attention_fn, _functional
+from . import _attention_fn, _fold, _functional
 from ._functional import Precision, Window
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def make_attention_fn(
     window: Window = None,
     scale: Any = None,
     implementation: Implementation | None = None,
+    rotated: bool = False,
 ) -> Callable[..., jax.Array]:
     """An `attention_fn` for `flax.linen.MultiHeadDotProductAttention`.
 
@@ -53,6 +54,8 @@ def make_attention_fn(
       window: as in `zyfa_jax.attention`.
       scale: what logits are multiplied by; 1 / sqrt(head dim) by default.
       implementation: as in `zyfa_jax.attention`.
+      rotated: whether the module's weights come from `fold_rotation`. Changes "int8"
+        alone, which then neither rotates nor balances.
 
     Raises:
       ValueError: if precision is something else.
@@ -94,6 +97,7 @@ def make_attention_fn(
             mask=mask,
             causal=causal,
             precision=attention_precision,
+            rotated=rotated,
             window=window,
             scale=scale,
             implementation=implementation,
@@ -138,6 +142,8 @@ class GroupedQueryAttention(nn.Module):
       implementation: as in `zyfa_jax.attention`.
       attention: called in place of `zyfa_jax.attention`, with its arguments; for
         sequences that are spread over devices.
+      rotated: whether the weights come from `fold_rotation`. Changes "int8" alone,
+        which then neither rotates nor balances.
     """
 
     num_heads: int
@@ -159,6 +165,7 @@ class GroupedQueryAttention(nn.Module):
     bias_init: Initializer = _default_bias_init
     implementation: Implementation | None = None
     attention: Callable[..., Any] | None = None
+    rotated: bool = False
 
     @overload
     def __call__(
@@ -212,12 +219,11 @@ class GroupedQueryAttention(nn.Module):
             self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         )
         _functional.check_heads(self.num_heads, num_kv_heads)
+        if self.rotated:
+            _projections(self)
         features = inputs.shape[-1]
         head_dim = self.head_dim or _functional.default_head_dim(
             features, self.num_heads
-        )
-        positions = _functional.token_positions(
-            positions, inputs.shape[-2], lengths, cache
         )
         dense = functools.partial(
             nn.DenseGeneral,
@@ -239,24 +245,8 @@ class GroupedQueryAttention(nn.Module):
             )
             q = norm(name="query_norm")(q)
             k = norm(name="key_norm")(k)
-        if self.rope_theta is not None:
-            q = _functional.rotary(q, positions, self.rope_theta, self.rope_scaling)
-            k = _functional.rotary(k, positions, self.rope_theta, self.rope_scaling)
-        if cache is not None:
-            cache = cache.append(k, v)
-            k, v = cache.keys, cache.values
-        x = _functional.attend(
-            q,
-            k,
-            v,
-            precision=self.precision,
-            lengths=lengths,
-            kv_length=None if cache is None else cache.length,
-            causal=self.causal,
-            window=self.window,
-            scale=self.scale,
-            implementation=self.implementation,
-            attention=self.attention,
+        x, cache = _functional.grouped_attention(
+            self, q, k, v, positions=positions, lengths=lengths, cache=cache
         )
         x = dense(self.out_features or features, axis=(-2, -1), name="out")(x)
         return x if cache is None else (x, cache)
@@ -299,6 +289,8 @@ class MultiHeadLatentAttention(nn.Module):
       implementation: as in `zyfa_jax.attention`.
       attention: called in place of `zyfa_jax.attention`, with its arguments; for
         sequences that are spread over devices.
+      rotated: whether the weights come from `fold_rotation`. Changes "int8" alone,
+        which then rotates only the channels with rotary embeddings, and balances none.
     """
 
     num_heads: int
@@ -318,6 +310,7 @@ class MultiHeadLatentAttention(nn.Module):
     kernel_init: Initializer = _default_kernel_init
     implementation: Implementation | None = None
     attention: Callable[..., Any] | None = None
+    rotated: bool = False
 
     @overload
     def __call__(
@@ -349,9 +342,6 @@ class MultiHeadLatentAttention(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> Any:
         """Applies attention to `inputs`; arguments as in `GroupedQueryAttention`."""
-        positions = _functional.token_positions(
-            positions, inputs.shape[-2], lengths, cache
-        )
         dense = functools.partial(
             nn.DenseGeneral,
             use_bias=False,
@@ -372,28 +362,78 @@ class MultiHeadLatentAttention(nn.Module):
             latent = dense(self.q_lora_rank, name="query_down")(inputs)
             q = dense(q_heads, name="query_up")(norm(name="query_norm")(latent))
         down = dense(self.kv_lora_rank + self.qk_rope_head_dim, name="kv_down")(inputs)
-        latent, k_rope = jnp.split(down, [self.kv_lora_rank], axis=-1)
-        rope = positions, self.rope_theta, self.rope_scaling
-        q = _functional.latent_queries(q, self.qk_nope_head_dim, *rope)
-        k_rope = _functional.rotary(k_rope[..., None, :], *rope)
-        latent = norm(name="kv_norm")(latent)[..., None, :]
-        if cache is not None:
-            cache = cache.append(k_rope, latent)
-            k_rope, latent = cache.keys, cache.values
         kv_heads = (self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
-        kv = dense(kv_heads, name="kv_up")(latent[..., 0, :])
-        k, v = _functional.latent_keys_values(kv, k_rope, self.qk_nope_head_dim)
-        x = _functional.attend(
+        x, cache = _functional.latent_attention(
+            self,
             q,
-            k,
-            v,
-            precision=self.precision,
+            down,
+            norm(name="kv_norm"),
+            dense(kv_heads, name="kv_up"),
+            positions=positions,
             lengths=lengths,
-            kv_length=None if cache is None else cache.length,
-            scale=self.scale,
-            implementation=self.implementation,
-            attention=self.attention,
+            cache=cache,
         )
         features = self.out_features or inputs.shape[-1]
         x = dense(features, axis=(-2, -1), name="out")(x)
         return x if cache is None else (x, cache)
+
+
+def fold_rotation(
+    layer: nn.Module, variables: Mapping[str, Any], *sample: Any
+) -> dict[str, Any]:
+    """The variables of a layer whose queries and keys come out rotated.
+
+    The kernels, and biases, of the projections to queries and keys are multiplied by
+    the Hadamard matrix of `zyfa_jax.quantize_qkv`, head by head, so that it need not
+    rotate: give them to a layer with `rotated=True`, or with an attention function that
+    has it. Attention's logits are the same, up to the weights' rounding to their dtype,
+    with `rotated` or without.
+
+    Of latent attention the channels without rotary embeddings are rotated so.
+
+    Args:
+      layer: a `GroupedQueryAttention` without rope_theta and qk_norm, a
+        `MultiHeadLatentAttention` or a `flax.linen.MultiHeadDotProductAttention`
+        without normalize_qk: what lies between projections and attention elsewhere does
+        not commute with the rotation.
+      variables: of this layer, with "params".
+      *sample: what the layer may be called with, such as some of a model's activations.
+        Channels are then balanced as well, by the powers of two that `quantize_qkv`
+        finds for the queries and keys of this call; else they are not.
+
+    Returns:
+      A copy of `variables`, for the same layer.
+
+    Raises:
+      ValueError: for another layer, or one with something in between.
+    """
+    to = _projections(layer)
+    params = variables["params"]
+    if not {to.query, to.key} <= params.keys():
+        raise ValueError(
+            f"fold_rotation takes the variables of the layer itself, with params "
+            f"{to.query!r} and {to.key!r}, got {sorted(params)}"
+        )
+    exponents: Any = None, None
+    if sample:
+        record = _fold.Recorder()
+        if isinstance(layer, nn.MultiHeadDotProductAttention):
+            recorded = layer.clone(attention_fn=record, dropout_rate=0.0)
+        else:
+            recorded = layer.clone(attention=record, precision=None)
+        recorded.apply(variables, *sample)
+        exponents = _fold.exponents(record.q, record.k, to.channels)
+    folded = {
+        name: jax.tree.map(lambda x, e=e: _fold.fold(x, to.channels, e), params[name])
+        for name, e in zip((to.query, to.key), exponents, strict=True)
+    }
+    return {**variables, "params": {**params, **folded}}
+
+
+def _projections(layer: Any) -> _fold.Projections:
+    return _fold.projections(
+        layer,
+        GroupedQueryAttention,
+        MultiHeadLatentAttention,
+        nn.MultiHeadDotProductAttention,
+    )

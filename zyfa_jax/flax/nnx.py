@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
-from . import _attention_fn, _functional
+from . import _attention_fn, _fold, _functional
 from ._functional import Precision, Window
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .._attention import Implementation
     from .cache import KeyValueCache
     from .rope import RopeScaling
+
+_Layer = TypeVar("_Layer", bound=nnx.Module)
 
 _default_kernel_init = nnx.initializers.lecun_normal()
 _default_bias_init = nnx.initializers.zeros_init()
@@ -33,6 +35,7 @@ def make_attention_fn(
     window: Window = None,
     scale: Any = None,
     implementation: Implementation | None = None,
+    rotated: bool = False,
 ) -> Callable[..., jax.Array]:
     """An `attention_fn` for `flax.nnx.MultiHeadAttention`.
 
@@ -52,6 +55,8 @@ def make_attention_fn(
       window: as in `zyfa_jax.attention`.
       scale: what logits are multiplied by; 1 / sqrt(head dim) by default.
       implementation: as in `zyfa_jax.attention`.
+      rotated: whether the module's weights come from `fold_rotation`. Changes "int8"
+        alone, which then neither rotates nor balances.
 
     Raises:
       ValueError: if precision is something else.
@@ -88,6 +93,7 @@ def make_attention_fn(
             mask=mask,
             causal=causal or is_causal,
             precision=attention_precision,
+            rotated=rotated,
             window=window,
             scale=scale,
             implementation=implementation,
@@ -134,6 +140,8 @@ class GroupedQueryAttention(nnx.Module):
       implementation: as in `zyfa_jax.attention`.
       attention: called in place of `zyfa_jax.attention`, with its arguments; for
         sequences that are spread over devices.
+      rotated: whether the weights come from `fold_rotation`. Changes "int8" alone,
+        which then neither rotates nor balances.
       rngs: random keys for the parameters.
 
     Raises:
@@ -163,6 +171,7 @@ class GroupedQueryAttention(nnx.Module):
         bias_init: Initializer = _default_bias_init,
         implementation: Implementation | None = None,
         attention: Callable[..., Any] | None = None,
+        rotated: bool = False,
         rngs: nnx.Rngs,
     ):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -195,6 +204,7 @@ class GroupedQueryAttention(nnx.Module):
             )
             self.query_norm = norm(head_dim)
             self.key_norm = norm(head_dim)
+        self.qk_norm = qk_norm
         self.rope_theta = rope_theta
         self.rope_scaling = rope_scaling
         self.causal = causal
@@ -203,6 +213,9 @@ class GroupedQueryAttention(nnx.Module):
         self.precision: Precision = precision
         self.implementation = implementation
         self.attention = attention
+        self.rotated = rotated
+        if rotated:
+            _projections(self)
 
     @overload
     def __call__(
@@ -251,30 +264,11 @@ class GroupedQueryAttention(nnx.Module):
         Raises:
           ValueError: for dims or arguments that do not go together.
         """
-        positions = _functional.token_positions(
-            positions, inputs.shape[-2], lengths, cache
-        )
         q, k, v = self.query(inputs), self.key(inputs), self.value(inputs)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        if self.rope_theta is not None:
-            q = _functional.rotary(q, positions, self.rope_theta, self.rope_scaling)
-            k = _functional.rotary(k, positions, self.rope_theta, self.rope_scaling)
-        if cache is not None:
-            cache = cache.append(k, v)
-            k, v = cache.keys, cache.values
-        x = _functional.attend(
-            q,
-            k,
-            v,
-            precision=self.precision,
-            lengths=lengths,
-            kv_length=None if cache is None else cache.length,
-            causal=self.causal,
-            window=self.window,
-            scale=self.scale,
-            implementation=self.implementation,
-            attention=self.attention,
+        x, cache = _functional.grouped_attention(
+            self, q, k, v, positions=positions, lengths=lengths, cache=cache
         )
         x = self.out(x)
         return x if cache is None else (x, cache)
@@ -318,6 +312,8 @@ class MultiHeadLatentAttention(nnx.Module):
       implementation: as in `zyfa_jax.attention`.
       attention: called in place of `zyfa_jax.attention`, with its arguments; for
         sequences that are spread over devices.
+      rotated: whether the weights come from `fold_rotation`. Changes "int8" alone,
+        which then rotates only the channels with rotary embeddings, and balances none.
       rngs: random keys for the parameters.
     """
 
@@ -342,6 +338,7 @@ class MultiHeadLatentAttention(nnx.Module):
         kernel_init: Initializer = _default_kernel_init,
         implementation: Implementation | None = None,
         attention: Callable[..., Any] | None = None,
+        rotated: bool = False,
         rngs: nnx.Rngs,
     ):
         _functional.check_precision(precision)
@@ -382,6 +379,7 @@ class MultiHeadLatentAttention(nnx.Module):
         self.precision: Precision = precision
         self.implementation = implementation
         self.attention = attention
+        self.rotated = rotated
 
     @overload
     def __call__(
@@ -412,33 +410,77 @@ class MultiHeadLatentAttention(nnx.Module):
         cache: KeyValueCache | None = None,
     ) -> Any:
         """Applies attention to `inputs`; arguments as in `GroupedQueryAttention`."""
-        positions = _functional.token_positions(
-            positions, inputs.shape[-2], lengths, cache
-        )
         if self.q_lora_rank is None:
             q = self.query(inputs)
         else:
             q = self.query_up(self.query_norm(self.query_down(inputs)))
-        latent, k_rope = jnp.split(self.kv_down(inputs), [self.kv_lora_rank], axis=-1)
-        rope = positions, self.rope_theta, self.rope_scaling
-        q = _functional.latent_queries(q, self.qk_nope_head_dim, *rope)
-        k_rope = _functional.rotary(k_rope[..., None, :], *rope)
-        latent = self.kv_norm(latent)[..., None, :]
-        if cache is not None:
-            cache = cache.append(k_rope, latent)
-            k_rope, latent = cache.keys, cache.values
-        kv = self.kv_up(latent[..., 0, :])
-        k, v = _functional.latent_keys_values(kv, k_rope, self.qk_nope_head_dim)
-        x = _functional.attend(
+        x, cache = _functional.latent_attention(
+            self,
             q,
-            k,
-            v,
-            precision=self.precision,
+            self.kv_down(inputs),
+            self.kv_norm,
+            self.kv_up,
+            positions=positions,
             lengths=lengths,
-            kv_length=None if cache is None else cache.length,
-            scale=self.scale,
-            implementation=self.implementation,
-            attention=self.attention,
+            cache=cache,
         )
         x = self.out(x)
         return x if cache is None else (x, cache)
+
+
+def fold_rotation(layer: _Layer, *sample: Any) -> _Layer:
+    """A copy of a layer whose queries and keys come out rotated.
+
+    The kernels, and biases, of the projections to queries and keys are multiplied by
+    the Hadamard matrix of `zyfa_jax.quantize_qkv`, head by head, so that it need not
+    rotate. Attention's logits are the same, up to the weights' rounding to their dtype.
+
+    Layers of this module come back with `rotated` set. To Flax's own set
+    `attention_fn = make_attention_fn(precision="int8", rotated=True)`.
+
+    Of latent attention the channels without rotary embeddings are rotated so.
+
+    Args:
+      layer: a `GroupedQueryAttention` without rope_theta and qk_norm, a
+        `MultiHeadLatentAttention` or a `flax.nnx.MultiHeadAttention` without
+        normalize_qk: what lies between projections and attention elsewhere does not
+        commute with the rotation.
+      *sample: what the layer may be called with, such as some of a model's activations.
+        Channels are then balanced as well, by the powers of two that `quantize_qkv`
+        finds for the queries and keys of this call; else they are not.
+
+    Raises:
+      ValueError: for another layer, one with something in between, or one that is
+        rotated already.
+    """
+    to = _projections(layer)
+    if getattr(layer, "rotated", False):
+        raise ValueError(
+            "fold_rotation takes a layer whose weights are not yet rotated"
+        )
+    exponents: Any = None, None
+    if sample:
+        record = _fold.Recorder()
+        recorded: Any = nnx.clone(layer)
+        if isinstance(layer, nnx.MultiHeadAttention):
+            recorded.attention_fn = record
+            recorded.decode, recorded.dropout_rate = False, 0.0
+        else:
+            recorded.attention, recorded.precision = record, None
+        recorded(*sample)
+        exponents = _fold.exponents(record.q, record.k, to.channels)
+    folded: Any = nnx.clone(layer)
+    for name, exponent in zip((to.query, to.key), exponents, strict=True):
+        linear = getattr(folded, name)
+        for weight in (linear.kernel, linear.bias):
+            if weight is not None:
+                weight[...] = _fold.fold(weight[...], to.channels, exponent)
+    if not isinstance(layer, nnx.MultiHeadAttention):
+        folded.rotated = True
+    return folded
+
+
+def _projections(layer: Any) -> _fold.Projections:
+    return _fold.projections(
+        layer, GroupedQueryAttention, MultiHeadLatentAttention, nnx.MultiHeadAttention
+    )

@@ -16,7 +16,10 @@
 #ifndef ZYFA_CUDA_SM90_ATTENTION_H_
 #define ZYFA_CUDA_SM90_ATTENTION_H_
 
+#include <type_traits>
+
 #include "csrc/cuda/sm90/intrinsics.h"
+#include "csrc/cuda/sm90/queries.h"
 #include "csrc/cuda/sm90/softmax.h"
 #include "csrc/cuda/sm90/store.h"
 #include "csrc/cuda/sm90/tiles.h"
@@ -34,18 +37,28 @@ struct Maps {
 
 // ---- The scheduler
 
-// One thread fetches work items ahead of those who use them.
-template <class Shared>
+// One warp fetches work items ahead of those who use them.
+template <class Type, class Shared>
 ZYFA_DEVICE void FetchItems(const AttentionArgs& args, Shared shared) {
   const Schedule schedule(args);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
   RingPosition<Shared::kItemStages> at;
   bool more = true;
   while (more) {
-    const WorkItem item = schedule.Next();
+    WorkItem item = schedule.Next(lane);
+    if constexpr (Type::kPacks) {
+      for (int tile = item.tiles.begin + lane; tile < item.tiles.end;
+           tile += 32) {
+        item.numbers.Add(TileNumber<Type>(args, item, tile));
+      }
+      item.numbers = item.numbers.OfWarp();
+    }
     const int place = Shared::kItemsPlace + at.stage;
     Wait(shared.Empty(place), at.parity ^ 1);
-    shared.Item(at.stage) = item;
-    Arrive(shared.Full(place));
+    if (lane == 0) {
+      shared.Item(at.stage) = item;
+      Arrive(shared.Full(place));
+    }
     at.Next();
     more = item.valid;
   }
@@ -82,8 +95,9 @@ class Producer {
  public:
   using Shared = SharedLayout<Type, kHeadDim>;
 
-  ZYFA_DEVICE Producer(const Maps& maps, Shared shared)
-      : maps_(maps), shared_(shared) {}
+  ZYFA_DEVICE Producer(const AttentionArgs& args, const Maps& maps,
+                       Shared shared)
+      : args_(args), maps_(maps), shared_(shared) {}
 
   ZYFA_DEVICE void Run() {
     ItemReader<Shared> items(shared_);
@@ -120,7 +134,10 @@ class Producer {
 
   ZYFA_DEVICE void LoadKeys(const WorkItem& item, int tile) {
     const int place = Shared::kKeysPlace + keys_.stage;
+    float scale = 1.0f;
+    if constexpr (Type::kKeyScales) scale = TileNumber<Type>(args_, item, tile);
     Wait(shared_.Empty(place), keys_.parity ^ 1);
+    if (Type::kKeyScales) StoreShared(shared_.KeyScale(keys_.stage), scale);
     ArriveExpecting(shared_.Full(place), Shared::kKeyBytes);
     CopyBox(shared_.Keys(keys_.stage), maps_.k,
             {0, tile * kKeyBlock, 0, item.kv_head, item.kv_batch},
@@ -140,6 +157,7 @@ class Producer {
     values_.Next();
   }
 
+  const AttentionArgs& args_;
   const Maps maps_;
   const Shared shared_;
   uint32_t queries_parity_ = 0;
@@ -154,6 +172,7 @@ class Consumer {
  public:
   using Shared = SharedLayout<Type, kHeadDim>;
   using Softmax = typename Type::Softmax;
+  using Factors = LogitFactors<Type>;
   using Products = typename Type::Products;
   static constexpr int kSteps = kHeadDim / Products::kDepth;
 
@@ -165,7 +184,7 @@ class Consumer {
     while (items.Next()) {
       const WorkItem& item = items.Item();
       const ThreadQueries queries(item, consumer_);
-      Softmax softmax(LogitFactors(args_, item, queries));
+      Softmax softmax(LogitFactors<Type>(args_, item, queries));
       if (item.tiles.begin < item.tiles.end) Attend(item, softmax);
       StoreItem(args_, item, queries, softmax);
       __syncwarp();
@@ -177,37 +196,34 @@ class Consumer {
   // ---- The schedule
 
   ZYFA_DEVICE void Attend(const WorkItem& item, Softmax& softmax) {
-    float logits[kLogits];
     int tile = item.tiles.end - 1;
     const int first_tile = item.tiles.begin;
-    const TileRange whole = item.whole[consumer_];
+    // Signs that queries cannot take are changed where masks are.
+    const bool masks_all = Type::kSignBits == 0 && item.negative;
+    const TileRange whole = masks_all ? TileRange{} : item.whole[consumer_];
 
     Wait(shared_.Full(Shared::kQueriesPlace), queries_parity_);
     queries_parity_ ^= 1;
-    FlipQueries(softmax.factor);
+    const bool packs = PrepareQueries(item, softmax.factor);
+    typename Type::Packed packed(softmax.factor);
     WaitForKeys();
-    FenceProducts();
-    MultiplyKeys(logits);
-    CommitProducts();
-    WaitForProducts<0>();
-    PinRegisters(logits);
-    ReleaseKeys();
-    if (!whole.Holds(tile)) Mask(item, tile, logits);
-    softmax.template Prepare<true>(logits);
-    softmax.Take(logits);
-    ClearValues(item.band.kv_length - tile * kKeyBlock);
+    FirstStep(item, tile, whole, softmax);
     if (tile > first_tile) WaitForKeys();
 
-    // Tiles without a mask have a loop of their own: nearly all of the time.
+    // Whole tiles have loops of their own: nearly all of the time.
     const int last_whole = max(whole.begin, first_tile);
     --tile;
     while (tile >= first_tile) {
-      if (whole.Holds(tile)) {
+      if (!whole.Holds(tile)) {
+        Step<kMasked>(item, tile--, first_tile, softmax, packed);
+      } else if (!packs) {
         do {
-          Step<false>(item, tile--, first_tile, softmax, logits);
+          Step<kPlain>(item, tile--, first_tile, softmax, packed);
         } while (tile >= last_whole);
-      } else {
-        Step<true>(item, tile--, first_tile, softmax, logits);
+      } else if constexpr (Type::kPacks) {
+        do {
+          Step<kPacked>(item, tile--, first_tile, softmax, packed);
+        } while (tile >= last_whole);
       }
     }
     Release(Shared::kQueriesPlace);
@@ -223,12 +239,36 @@ class Consumer {
     softmax.Accumulate();
   }
 
+  ZYFA_DEVICE void FirstStep(const WorkItem& item, int tile,
+                             const TileRange& whole, Softmax& softmax) {
+    float logits[kLogits];
+    typename Softmax::Ready ready;
+    FenceProducts();
+    MultiplyKeys(logits);
+    CommitProducts();
+    WaitForProducts<0>();
+    PinRegisters(logits);
+    ReleaseKeys();
+    softmax.factor.OfTile(key_scale_);
+    if (!whole.Holds(tile)) Mask(item, tile, softmax.factor, logits);
+    softmax.template Prepare<true>(logits, ready);
+    softmax.Take(ready);
+    ClearValues(item.band.kv_length - tile * kKeyBlock);
+  }
+
+  // Tiles that some query does not see whole, or whose logits packed.h takes.
+  enum Kind { kPlain, kMasked, kPacked };
+
   // One tile of keys, and the values of the one before. Both waits for copies
   // also keep the compiler from moving work over them: the sums behind the
   // first product, the codes behind the second.
-  template <bool kMasked>
+  template <Kind kKind>
   ZYFA_DEVICE void Step(const WorkItem& item, int tile, int first_tile,
-                        Softmax& softmax, float (&logits)[kLogits]) {
+                        Softmax& softmax, typename Type::Packed& packed) {
+    std::conditional_t<kKind == kPacked, typename Type::Packed::Sums,
+                       float[kLogits]>
+        logits;
+    typename Softmax::Ready ready;
     FenceProducts();
     MultiplyKeys(logits);
     CommitProducts();
@@ -237,21 +277,29 @@ class Consumer {
     FenceProducts();
     MultiplyValues(softmax);
     CommitProducts();
+    if constexpr (kKind == kPacked) packed.Begin(key_scale_);
     WaitForProducts<1>();
     PinRegisters(logits);
     ReleaseKeys();
-    if (kMasked) Mask(item, tile, logits);
-    softmax.template Prepare<kMasked>(logits);
+    if constexpr (kKind == kPacked) {
+      softmax.PreparePacked(logits, packed, ready);
+    } else {
+      softmax.factor.OfTile(key_scale_);
+      if (kKind == kMasked) Mask(item, tile, softmax.factor, logits);
+      softmax.template Prepare<kKind == kMasked>(logits, ready);
+    }
+    PinRegisters(ready);
     if (tile > first_tile) WaitForKeys();
-    PinRegisters(logits);
     WaitForProducts<0>();
     softmax.Pin();
     ReleaseValues();
-    softmax.Take(logits);
+    softmax.Take(ready);
   }
 
   ZYFA_DEVICE void WaitForKeys() {
     Wait(shared_.Full(Shared::kKeysPlace + keys_.stage), keys_.parity);
+    if (Type::kKeyScales)
+      key_scale_ = LoadShared(shared_.KeyScale(keys_.stage));
   }
   ZYFA_DEVICE void WaitForValues() {
     Wait(shared_.Full(Shared::kValuesPlace + values_.stage), values_.parity);
@@ -271,8 +319,26 @@ class Consumer {
 
   // ---- The pieces
 
+  // Signs, and what keeps dot products within 16 bits. Returns whether the
+  // warpgroup's logits may be packed.
+  ZYFA_DEVICE bool PrepareQueries(const WorkItem& item, Factors& factor) {
+    const uint32_t queries = shared_.Queries(consumer_);
+    bool packs = Type::kPacks;
+    if constexpr (Type::kKeyScales) {
+      packs = Type::Packed::Take(factor.OfQuery(0), item.numbers) &&
+              Type::Packed::Take(factor.OfQuery(1), item.numbers);
+    } else if constexpr (Type::kPacks) {
+      packs = ScaleQueries<Shared>(queries, item.numbers, factor);
+    } else {
+      FlipQueries<Shared>(queries, Type::kSignBits, factor);
+    }
+    FenceProxyAsync();
+    return SyncNamedAll(3 + consumer_, kWarpgroup, packs);
+  }
+
   // Logits of the tile of keys that was waited for.
-  ZYFA_DEVICE void MultiplyKeys(float (&logits)[kLogits]) {
+  template <class Sums>
+  ZYFA_DEVICE void MultiplyKeys(Sums& sums) {
     constexpr int kStepBytes = Products::kDepth * Type::kBytes;
     constexpr int kStepsPerChunk = Shared::kChunk / kStepBytes;
     const uint64_t queries =
@@ -285,37 +351,11 @@ class Consumer {
       const uint64_t key_step = Advance(keys, chunk * kKeyBlock + byte);
       const uint64_t query_step = Advance(queries, chunk * kRows + byte);
       if (step == 0) {
-        Products::template Multiply<false>(logits, query_step, key_step);
+        Products::template Multiply<false>(sums, query_step, key_step);
       } else {
-        Products::template Multiply<true>(logits, query_step, key_step);
+        Products::template Multiply<true>(sums, query_step, key_step);
       }
     }
-  }
-
-  // Rows whose logits' factor is below zero. Four threads share two rows.
-  ZYFA_DEVICE void FlipQueries(const LogitFactors& factor) {
-    const int warp_row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 +
-                         static_cast<int>(threadIdx.x) % 32 / 4;
-#pragma unroll
-    for (int row = 0; row < kThreadRows; ++row) {
-      if (!factor.negative[row]) continue;
-      for (int piece = threadIdx.x % 4; piece < Shared::kRowBytes / 16;
-           piece += 4) {
-        const int chunk = piece * 16 / Shared::kChunk;
-        const uint32_t at =
-            shared_.Queries(consumer_) +
-            (chunk * kRows + warp_row + 8 * row) * Shared::kChunk +
-            piece * 16 % Shared::kChunk;
-        uint4 x = LoadShared(at);
-        x.x ^= Type::kSignBits;
-        x.y ^= Type::kSignBits;
-        x.z ^= Type::kSignBits;
-        x.w ^= Type::kSignBits;
-        StoreShared(at, x);
-      }
-    }
-    FenceProxyAsync();
-    SyncNamed(3 + consumer_, kWarpgroup);
   }
 
   // Output of the latest probabilities and the values that were waited for.
@@ -359,7 +399,7 @@ class Consumer {
   }
 
   // Gives logits that do not count the value -inf.
-  ZYFA_DEVICE void Mask(const WorkItem& item, int tile,
+  ZYFA_DEVICE void Mask(const WorkItem& item, int tile, const Factors& factor,
                         float (&logits)[kLogits]) {
     const ThreadQueries queries(item, consumer_);
     const int first =
@@ -375,6 +415,9 @@ class Consumer {
     for (int i = 0; i < kLogits; ++i) {
       const int key = i / 4 * 8 + i % 2;
       const bool visible = begin[RowOf(i)] <= key && key < end[RowOf(i)];
+      if (Type::kSignBits == 0 && factor.Negative(RowOf(i))) {
+        logits[i] = 2.0f * Products::kBias - logits[i];
+      }
       logits[i] = visible ? logits[i] : numerics::kNegativeInfinity;
     }
   }
@@ -385,6 +428,7 @@ class Consumer {
   uint32_t queries_parity_ = 0;
   RingPosition<Shared::kStages> keys_;
   RingPosition<Shared::kStages> values_;
+  float key_scale_ = 1.0f;  // of the tile of keys that was waited for
 };
 
 // ---- The kernel
@@ -432,8 +476,8 @@ ZYFA_DEVICE void Attention(const AttentionArgs& args, const Maps& maps,
       __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   if (warpgroup == 0) {
     ShrinkRegisters<24>();
-    if (threadIdx.x == 0) Producer<Type, kHeadDim>(maps, shared).Run();
-    if (threadIdx.x == 32) FetchItems(args, shared);
+    if (threadIdx.x == 0) Producer<Type, kHeadDim>(args, maps, shared).Run();
+    if (threadIdx.x / 32 == 1) FetchItems<Type>(args, shared);
   } else {
     GrowRegisters<240>();
     Consumer<Type, kHeadDim>(args, shared, warpgroup - 1).Run();

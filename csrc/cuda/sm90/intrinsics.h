@@ -64,7 +64,21 @@ ZYFA_DEVICE void StoreShared(uint32_t address, uint8_t byte) {
                : "r"(address), "r"(uint32_t{byte})
                : "memory");
 }
-ZYFA_DEVICE uint4 LoadShared(uint32_t address) {
+ZYFA_DEVICE void StoreShared(uint32_t address, uint32_t word) {
+  asm volatile("st.shared.b32 [%0], %1;"
+               :
+               : "r"(address), "r"(word)
+               : "memory");
+}
+ZYFA_DEVICE void StoreShared(uint32_t address, float x) {
+  StoreShared(address, __float_as_uint(x));
+}
+ZYFA_DEVICE float LoadShared(uint32_t address) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
+ZYFA_DEVICE uint4 LoadShared4(uint32_t address) {
   uint4 x;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
@@ -114,16 +128,23 @@ ZYFA_DEVICE void Wait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
-ZYFA_DEVICE void StoreShared(uint32_t address, uint32_t word) {
-  asm volatile("st.shared.b32 [%0], %1;"
-               :
-               : "r"(address), "r"(word)
-               : "memory");
-}
-
 // Waits for `threads` threads of the block at the hardware barrier `id`.
 ZYFA_DEVICE void SyncNamed(int id, int threads) {
   asm volatile("bar.sync %0, %1;" : : "r"(id), "r"(threads) : "memory");
+}
+
+// The same; returns whether all of them say so.
+ZYFA_DEVICE bool SyncNamedAll(int id, int threads, bool says) {
+  int all;
+  asm volatile(
+      "{\n.reg .pred says, all;\n"
+      "setp.ne.s32 says, %3, 0;\n"
+      "barrier.cta.red.and.pred all, %1, %2, says;\n"
+      "selp.s32 %0, 1, 0, all;\n}\n"
+      : "=r"(all)
+      : "r"(id), "r"(threads), "r"(static_cast<int>(says))
+      : "memory");
+  return __all_sync(~0u, all != 0);  // so that the compiler knows
 }
 
 // ---- The copy engine
@@ -202,6 +223,13 @@ ZYFA_DEVICE void PinRegisters(float (&registers)[kCount]) {
     asm volatile("" : "+f"(registers[i]) : : "memory");
   }
 }
+template <class Integer, int kCount>
+ZYFA_DEVICE void PinRegisters(Integer (&registers)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    asm volatile("" : "+r"(registers[i]) : : "memory");
+  }
+}
 template <int kSteps>
 ZYFA_DEVICE void PinRegisters(uint32_t (&registers)[kSteps][4]) {
 #pragma unroll
@@ -216,17 +244,22 @@ ZYFA_DEVICE void PinRegisters(uint32_t (&registers)[kSteps][4]) {
 #define ZYFA_OPERANDS_16(kind, d, i)                              \
   ZYFA_OPERANDS_4(kind, d, i), ZYFA_OPERANDS_4(kind, d, (i) + 4), \
       ZYFA_OPERANDS_4(kind, d, (i) + 8), ZYFA_OPERANDS_4(kind, d, (i) + 12)
+#define ZYFA_OPERANDS_32(kind, d) \
+  ZYFA_OPERANDS_16(kind, d, 0), ZYFA_OPERANDS_16(kind, d, 16)
 #define ZYFA_OPERANDS_64(kind, d)                              \
   ZYFA_OPERANDS_16(kind, d, 0), ZYFA_OPERANDS_16(kind, d, 16), \
       ZYFA_OPERANDS_16(kind, d, 32), ZYFA_OPERANDS_16(kind, d, 48)
 #define ZYFA_OPERANDS_68(kind, d) \
   ZYFA_OPERANDS_64(kind, d), ZYFA_OPERANDS_4(kind, d, 64)
-#define ZYFA_NAMES_64                                                 \
+#define ZYFA_NAMES_32                                                 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, " \
   "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, " \
-  "%28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, " \
-  "%41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, " \
-  "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+  "%28, %29, %30, %31"
+#define ZYFA_NAMES_64                                                 \
+  ZYFA_NAMES_32                                                       \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "    \
+  "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, " \
+  "%57, %58, %59, %60, %61, %62, %63"
 #define ZYFA_NAMES_68 ZYFA_NAMES_64 ", %64, %65, %66, %67"
 
 // One product; `accumulates` is 1 or 0, and then the accumulators are outputs
@@ -238,30 +271,61 @@ ZYFA_DEVICE void PinRegisters(uint32_t (&registers)[kSteps][4]) {
                " {" ZYFA_NAMES_##count "}, " operands ";\n}\n"          \
                : ZYFA_OPERANDS_##count(kind, d)                         \
                : __VA_ARGS__)
-#define ZYFA_EITHER_PRODUCT(count, accumulates, d, ...) \
-  if constexpr (accumulates) {                          \
-    ZYFA_PRODUCT(count, "+f", "1", d, __VA_ARGS__);     \
-  } else {                                              \
-    ZYFA_PRODUCT(count, "=f", "0", d, __VA_ARGS__);     \
+#define ZYFA_EITHER_PRODUCT(count, kind, accumulates, d, ...) \
+  if constexpr (accumulates) {                                \
+    ZYFA_PRODUCT(count, "+" kind, "1", d, __VA_ARGS__);       \
+  } else {                                                    \
+    ZYFA_PRODUCT(count, "=" kind, "0", d, __VA_ARGS__);       \
   }
 
 // 64 rows by 128 columns: d = a b, or d += a b.
 struct Fp8Products {
   static constexpr int kDepth = 32;  // of one product, in elements
+  // What a product in float32 adds to the sums.
+  static constexpr float kBias = 0.0f;
 
   // Both operands in shared memory.
   template <bool kAccumulates>
   static ZYFA_DEVICE void Multiply(float (&d)[64], uint64_t a, uint64_t b) {
-    ZYFA_EITHER_PRODUCT(64, kAccumulates, d, "m64n128k32.f32.e4m3.e4m3",
+    ZYFA_EITHER_PRODUCT(64, "f", kAccumulates, d, "m64n128k32.f32.e4m3.e4m3",
                         "%64, %65, p, 1, 1", "l"(a), "l"(b));
+  }
+  // In half precision, two neighbouring columns in a register.
+  template <bool kAccumulates>
+  static ZYFA_DEVICE void Multiply(uint32_t (&d)[32], uint64_t a, uint64_t b) {
+    ZYFA_EITHER_PRODUCT(32, "r", kAccumulates, d, "m64n128k32.f16.e4m3.e4m3",
+                        "%32, %33, p, 1, 1", "l"(a), "l"(b));
   }
   // The first operand in registers; 8 columns more.
   template <bool kAccumulates>
   static ZYFA_DEVICE void Multiply(float (&d)[68], const uint32_t (&a)[4],
                                    uint64_t b) {
-    ZYFA_EITHER_PRODUCT(68, kAccumulates, d, "m64n136k32.f32.e4m3.e4m3",
+    ZYFA_EITHER_PRODUCT(68, "f", kAccumulates, d, "m64n136k32.f32.e4m3.e4m3",
                         "{%68, %69, %70, %71}, %72, p, 1, 1", "r"(a[0]),
                         "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  }
+};
+
+// Of int8, both operands in shared memory.
+struct Int8Products {
+  static constexpr int kDepth = 32;
+  // The number of which 1 is the last place: sums that begin as its bits are
+  // float32, too, while they stay below 2^22 without it.
+  static constexpr float kBias = 0x1.8p23f;
+
+  template <bool kAccumulates>
+  static ZYFA_DEVICE void Multiply(int32_t (&d)[64], uint64_t a, uint64_t b) {
+    ZYFA_EITHER_PRODUCT(64, "r", kAccumulates, d, "m64n128k32.s32.s8.s8",
+                        "%64, %65, p", "l"(a), "l"(b));
+  }
+  template <bool kAccumulates>
+  static ZYFA_DEVICE void Multiply(float (&d)[64], uint64_t a, uint64_t b) {
+    if (!kAccumulates) {
+#pragma unroll
+      for (float& sum : d) sum = kBias;
+      FenceProducts();
+    }
+    Multiply<true>(reinterpret_cast<int32_t (&)[64]>(d), a, b);
   }
 };
 
@@ -270,17 +334,18 @@ struct Fp8Products {
 #define ZYFA_TWO_BYTE_PRODUCTS(Name, type)                                     \
   struct Name {                                                                \
     static constexpr int kDepth = 16;                                          \
+    static constexpr float kBias = 0.0f;                                       \
                                                                                \
     template <bool kAccumulates>                                               \
     static ZYFA_DEVICE void Multiply(float (&d)[64], uint64_t a, uint64_t b) { \
-      ZYFA_EITHER_PRODUCT(64, kAccumulates, d,                                 \
+      ZYFA_EITHER_PRODUCT(64, "f", kAccumulates, d,                            \
                           "m64n128k16.f32." type "." type,                     \
                           "%64, %65, p, 1, 1, 0, 0", "l"(a), "l"(b));          \
     }                                                                          \
     template <bool kAccumulates>                                               \
     static ZYFA_DEVICE void Multiply(float (&d)[64], const uint32_t (&a)[4],   \
                                      uint64_t b) {                             \
-      ZYFA_EITHER_PRODUCT(64, kAccumulates, d,                                 \
+      ZYFA_EITHER_PRODUCT(64, "f", kAccumulates, d,                            \
                           "m64n128k16.f32." type "." type,                     \
                           "{%64, %65, %66, %67}, %68, p, 1, 1, 1", "r"(a[0]),  \
                           "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));            \
@@ -294,8 +359,10 @@ ZYFA_TWO_BYTE_PRODUCTS(F16Products, "f16");
 #undef ZYFA_PRODUCT
 #undef ZYFA_NAMES_68
 #undef ZYFA_NAMES_64
+#undef ZYFA_NAMES_32
 #undef ZYFA_OPERANDS_68
 #undef ZYFA_OPERANDS_64
+#undef ZYFA_OPERANDS_32
 #undef ZYFA_OPERANDS_16
 #undef ZYFA_OPERANDS_4
 
@@ -320,9 +387,51 @@ ZYFA_DEVICE float Exp2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// 1/x, of normal numbers.
+ZYFA_DEVICE float Reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 ZYFA_DEVICE float Log2(float x) {
   float y;
   asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// ---- Two halves each
+
+ZYFA_DEVICE uint32_t MultiplyHalves(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+// a b + c, rounded once.
+ZYFA_DEVICE uint32_t MultiplyAddHalves(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t y;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+}
+
+// The same, but 0 for what is below it.
+ZYFA_DEVICE uint32_t MultiplyAddHalvesAboveZero(uint32_t a, uint32_t b,
+                                                uint32_t c) {
+  uint32_t y;
+  asm("fma.rn.relu.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+}
+
+// Two e4m3 in the low 16 bits as halves, and back.
+ZYFA_DEVICE uint32_t HalvesOfE4m3(uint32_t both) {
+  uint32_t y;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;"
+      : "=r"(y)
+      : "h"(static_cast<uint16_t>(both)));
+  return y;
+}
+ZYFA_DEVICE uint32_t E4m3OfHalves(uint32_t both) {
+  uint16_t y;
+  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(y) : "r"(both));
   return y;
 }
 

@@ -1,73 +1,17 @@
-// Logits of one tile to probabilities, online. A warpgroup has 64 queries; the
-// accumulator of 128 columns gives each thread two rows, 8 apart, of which it
-// has columns 8 i + 2 (thread % 4) and the next: number 4 i + 2 row + column.
-// Four neighbouring threads share a row. Logits are in log2 units.
+// Logits of one tile to probabilities, online.
 
 #ifndef ZYFA_CUDA_SM90_SOFTMAX_H_
 #define ZYFA_CUDA_SM90_SOFTMAX_H_
 
 #include "csrc/cuda/sm90/intrinsics.h"
-#include "csrc/cuda/sm90/tiles.h"
+#include "csrc/cuda/sm90/packed.h"
+#include "csrc/cuda/sm90/rows.h"
 #include "csrc/numerics/online_softmax.h"
 
 namespace zyfa::sm90 {
 
-constexpr int kThreadRows = 2;
-constexpr int kLogits = kKeyBlock * kThreadRows / 4;   // of a thread
-constexpr int kOutputs = kValueDim * kThreadRows / 4;  // of a thread
-
-// The row of a thread's accumulator number i.
-constexpr int RowOf(int i) { return i / 2 % kThreadRows; }
-
-// What turns the dot products of a query into logits. Softmax wants it above
-// zero: its sign goes to the queries, and zero becomes a number that still
-// makes all logits alike.
-struct LogitFactor {
-  float magnitude;
-  bool negative;
-};
-
-ZYFA_DEVICE LogitFactor FactorOf(const AttentionArgs& args,
-                                 const WorkItem& item, int query) {
-  constexpr float kSmallest = 1e-30f;
-  // A query beyond the last takes the last one's.
-  const int known = min(query, args.q_len - 1);
-  const int scale = args.q_block > 0 ? known / args.q_block : 0;
-  const float q_scale =
-      args.q_scale[(int64_t{item.batch} * args.heads + item.head) *
-                       args.q_scales +
-                   scale];
-  const float k_scale =
-      args.k_scale[int64_t{item.kv_batch} * args.kv_heads + item.kv_head];
-  const float factor = numerics::LogitFactor(q_scale, k_scale);
-  return {fmaxf(fabsf(factor), kSmallest), factor < 0.0f};
-}
-
-// Of a thread's queries.
-struct LogitFactors {
-  float magnitude[kThreadRows];
-  bool negative[kThreadRows];
-
-  ZYFA_DEVICE LogitFactors(const AttentionArgs& args, const WorkItem& item,
-                           const ThreadQueries& queries) {
-#pragma unroll
-    for (int row = 0; row < kThreadRows; ++row) {
-      const LogitFactor factor = FactorOf(args, item, queries[row]);
-      magnitude[row] = factor.magnitude;
-      negative[row] = factor.negative;
-    }
-    PinRegisters(magnitude);  // not to be computed again for each tile
-  }
-  ZYFA_DEVICE float operator[](int row) const { return magnitude[row]; }
-};
-
 // Below every logit, and finite: differences with it are not NaN.
 constexpr float kLowestMax = -0x1.fffffep127f;
-
-ZYFA_DEVICE float SumOverRow(float x) {
-  x += __shfl_xor_sync(~0u, x, 1);
-  return x + __shfl_xor_sync(~0u, x, 2);
-}
 
 // The largest number of each row, if any is above zero: the order of the
 // integers that their bits are is right then, and three of those are compared
@@ -114,13 +58,13 @@ ZYFA_DEVICE void LargestOfNegativeRows(const float (&logits)[kLogits],
   }
 }
 
-// Largest numbers up to `limit` ask for nothing unusual. NaN and what is below
+// Largest logits up to `limit` ask for nothing unusual. NaN and what is below
 // zero lie beyond any limit, as integers without a sign.
-ZYFA_DEVICE bool AnyBeyond(const float (&largest)[kThreadRows],
+ZYFA_DEVICE bool AnyBeyond(const float (&m)[kThreadRows],
                            const float (&limit)[kThreadRows]) {
-  return __any_sync(
-      ~0u, (__float_as_uint(largest[0]) > __float_as_uint(limit[0])) |
-               (__float_as_uint(largest[1]) > __float_as_uint(limit[1])));
+  return __any_sync(~0u,
+                    (__float_as_uint(m[0]) > __float_as_uint(limit[0])) |
+                        (__float_as_uint(m[1]) > __float_as_uint(limit[1])));
 }
 
 // FP8 probabilities without an exponential. Each tile is coded against its own
@@ -135,23 +79,28 @@ ZYFA_DEVICE bool AnyBeyond(const float (&largest)[kThreadRows],
 // Where a query may see few keys, errors do not cancel. There, in the first
 // tile and in masked ones, keys 16 to 31 of every 32 are coded by the
 // exponential.
+template <class Type>
 struct Fp8Softmax {
+  using Factors = LogitFactors<Type>;
   static constexpr int kProducts = kOutputs + 4;  // the last four: row sums
   static constexpr int kSteps = kKeyBlock / Fp8Products::kDepth;
   static constexpr float kLog2Scale = numerics::kFp8ProbabilityLog2;
   // The bits of a half below 2^-14 are the number in units of 2^-24.
   static constexpr float kUnit = 0x1p-24f;
-  static constexpr float kTop = (120.0f - 0.45f) * kUnit;
+  static constexpr float kTop = kTopCode * kUnit;
   static constexpr int kExactPeriod = 16;  // logits of a thread: 32 keys
   // Of a tile's largest logit from zero. Beyond it, the fused multiply-add has
   // too few bits for a code.
   static constexpr float kLargestDistance = 0x1p14f;
+  static constexpr float kBias = Type::Products::kBias;  // of dot products
+  // Of a dot product's. Beyond it, the bias does the same.
+  static constexpr float kLargestFactor = kLargestDistance / 0x1p24f;
   // A frame is kept until a logit lies this far above it.
   static constexpr float kFrameSlack = 60.0f;
 
-  LogitFactors factor;
+  Factors factor;
   float frame[kThreadRows] = {kLowestMax, kLowestMax};
-  float limit[kThreadRows] = {0.0f, 0.0f};  // of a tile's largest dot product
+  float limit[kThreadRows] = {0.0f, 0.0f};  // of a tile's largest logit
   float sum[kThreadRows] = {0.0f, 0.0f};
   float out[kOutputs] = {};
   float product[kProducts] = {};
@@ -159,28 +108,67 @@ struct Fp8Softmax {
   float weight[kThreadRows] = {0.0f, 0.0f};
   float next_weight[kThreadRows];
   uint32_t codes[kSteps][4];
+  using Ready = uint32_t[kPairs];  // codes, in bytes 0 and 2
 
-  ZYFA_DEVICE explicit Fp8Softmax(const LogitFactors& factors)
-      : factor(factors) {}
+  ZYFA_DEVICE explicit Fp8Softmax(const Factors& factors) : factor(factors) {}
 
-  // Makes the new tile's codes, two in each of the first half of the logits,
-  // while the last tile's product is under way.
+  // Makes the new tile's codes while the last tile's product is under way.
   template <bool kFewKeys>
-  ZYFA_DEVICE void Prepare(float (&logits)[kLogits]) {
+  ZYFA_DEVICE void Prepare(float (&logits)[kLogits], Ready& ready) {
     float largest[kThreadRows];
     LargestOfRows(logits, largest);
-    float m[kThreadRows] = {largest[0] * factor[0], largest[1] * factor[1]};
-    if (AnyBeyond(largest, limit)) Reconsider(logits, largest, m);
+    float m[kThreadRows];
+#pragma unroll
+    for (int row = 0; row < kThreadRows; ++row) {
+      m[row] = (largest[row] - kBias) * factor[row];
+    }
+    if (AnyBeyond(m, limit) || (kBias != 0.0f && AnyFactorTooLarge())) {
+      Reconsider(logits, largest, m);
+    }
+    SetWeights(m);
+    Code<kFewKeys>(logits, largest, ready);
+  }
+
+  // The same from dot products in 16 bits.
+  template <class Packed>
+  ZYFA_DEVICE void PreparePacked(const typename Packed::Sums& sums,
+                                 Packed& logits, Ready& ready) {
+    uint32_t pairs[kPairs];
+    Packed::Pack(sums, pairs);
+    const uint32_t largest = Packed::Largest(pairs);
+    logits.Relate(factor, largest);
+    if (__any_sync(~0u, Packed::AnyNegative(largest) |
+                            !(logits[0] <= frame[0] + kFrameSlack) |
+                            !(logits[1] <= frame[1] + kFrameSlack))) {
+      logits.Relate(factor, Packed::LargestOfNegative(pairs, largest));
+      Reframe({logits[0], logits[1]});
+    }
+    SetWeights({logits[0], logits[1]});
+    // One step for all pairs, then the next: slopes have time, and the compiler
+    // keeps to it.
+    logits.SetSlopes();
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      ready[i] = logits.Distance(pairs[i], i % kThreadRows);
+    }
+    PinRegisters(ready);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      ready[i] = logits.Code(ready[i], i % kThreadRows);
+    }
+  }
+
+  ZYFA_DEVICE void SetWeights(const float (&m)[kThreadRows]) {
 #pragma unroll
     for (int row = 0; row < kThreadRows; ++row) {
       next_weight[row] = Exp2(m[row] - frame[row]);
     }
-    Code<kFewKeys>(logits, largest);
   }
 
   template <bool kHalfExact>
-  ZYFA_DEVICE void Code(float (&logits)[kLogits],
-                        const float (&largest)[kThreadRows]) const {
+  ZYFA_DEVICE void Code(const float (&logits)[kLogits],
+                        const float (&largest)[kThreadRows],
+                        Ready& ready) const {
     float slope[kThreadRows];
     float offset[kThreadRows];
     float exact_offset[kThreadRows];
@@ -204,20 +192,19 @@ struct Fp8Softmax {
             PackHalvesAboveZero(fmaf(logits[i], slope[row], offset[row]),
                                 fmaf(logits[i + 1], slope[row], offset[row]));
       }
-      logits[i / 2] = __uint_as_float(pair);
+      ready[i / 2] = pair;
     }
   }
 
   // Once that product is complete. The order of a tile's keys is that of the
   // transposed values.
-  ZYFA_DEVICE void Take(const float (&logits)[kLogits]) {
+  ZYFA_DEVICE void Take(const Ready& ready) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int half = 8 * step + i / 2 * 4 + i % 2;
-        codes[step][i] = __byte_perm(__float_as_uint(logits[half]),
-                                     __float_as_uint(logits[half + 2]), 0x6420);
+        const int pair = 8 * step + i / 2 * 4 + i % 2;
+        codes[step][i] = __byte_perm(ready[pair], ready[pair + 2], 0x6420);
       }
     }
   }
@@ -236,17 +223,37 @@ struct Fp8Softmax {
     }
   }
 
+  ZYFA_DEVICE bool AnyFactorTooLarge() const {
+    return __any_sync(
+        ~0u, (factor[0] > kLargestFactor) | (factor[1] > kLargestFactor));
+  }
+
   // Rows whose largest number is not above zero, or far above the frame, or so
   // far from zero that codes must be made from differences.
   ZYFA_DEVICE void Reconsider(float (&logits)[kLogits],
                               float (&largest)[kThreadRows],
                               float (&m)[kThreadRows]) {
     LargestOfNegativeRows(logits, largest);
-    float rescale[kThreadRows];
     float shift[kThreadRows];
 #pragma unroll
     for (int row = 0; row < kThreadRows; ++row) {
-      m[row] = largest[row] * factor[row];
+      m[row] = (largest[row] - kBias) * factor[row];
+      const bool empty = largest[row] == numerics::kNegativeInfinity;
+      const bool far = fabsf(m[row]) > kLargestDistance ||
+                       (kBias != 0.0f && factor[row] > kLargestFactor);
+      shift[row] = !empty && far ? largest[row] : 0.0f;
+      largest[row] = empty ? 0.0f : largest[row] - shift[row];
+    }
+    Reframe(m);
+#pragma unroll
+    for (int i = 0; i < kLogits; ++i) logits[i] -= shift[RowOf(i)];
+  }
+
+  // Rows whose largest logit is far above the frame.
+  ZYFA_DEVICE void Reframe(const float (&m)[kThreadRows]) {
+    float rescale[kThreadRows];
+#pragma unroll
+    for (int row = 0; row < kThreadRows; ++row) {
       // NaN replaces it, too.
       const float next =
           m[row] <= frame[row] + kFrameSlack ? frame[row] : m[row];
@@ -254,18 +261,10 @@ struct Fp8Softmax {
       frame[row] = next;
       sum[row] *= rescale[row];
       weight[row] *= rescale[row];
-      limit[row] = fmaxf(fminf(__fdividef(next + kFrameSlack, factor[row]),
-                               __fdividef(kLargestDistance, factor[row])),
-                         0.0f);
-      const bool empty = largest[row] == numerics::kNegativeInfinity;
-      shift[row] =
-          !empty && fabsf(m[row]) > kLargestDistance ? largest[row] : 0.0f;
-      largest[row] = empty ? 0.0f : largest[row] - shift[row];
+      limit[row] = fmaxf(fminf(next + kFrameSlack, kLargestDistance), 0.0f);
     }
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) out[i] *= rescale[RowOf(i)];
-#pragma unroll
-    for (int i = 0; i < kLogits; ++i) logits[i] -= shift[RowOf(i)];
   }
 
   ZYFA_DEVICE void Pin() {
@@ -287,6 +286,7 @@ struct Fp8Softmax {
 // date only when a logit exceeds it by 2^8.
 template <class Type>
 struct ExactSoftmax {
+  using Factors = LogitFactors<Type>;
   static constexpr int kSteps = kKeyBlock / Type::Products::kDepth;
   static constexpr float kLog2Scale = 0.0f;
   static constexpr float kSlack = 8.0f;
@@ -294,30 +294,32 @@ struct ExactSoftmax {
   // too few bits for the difference of a logit from the maximum.
   static constexpr float kLargestDistance = 0x1p14f;
 
-  LogitFactors factor;
+  Factors factor;
   float max[kThreadRows] = {kLowestMax, kLowestMax};
-  float limit[kThreadRows] = {0.0f, 0.0f};  // of a tile's largest dot product
+  float limit[kThreadRows] = {0.0f, 0.0f};  // of a tile's largest logit
   float sum[kThreadRows] = {0.0f, 0.0f};    // of this thread's keys
   float out[kOutputs] = {};
   float rescale[kThreadRows];
   bool rescales = false;
   uint32_t codes[kSteps][4];
+  using Ready = float[kLogits];  // probabilities
 
-  ZYFA_DEVICE explicit ExactSoftmax(const LogitFactors& factors)
-      : factor(factors) {}
+  ZYFA_DEVICE explicit ExactSoftmax(const Factors& factors) : factor(factors) {}
 
   template <bool kFewKeys>
-  ZYFA_DEVICE void Prepare(float (&logits)[kLogits]) {
+  ZYFA_DEVICE void Prepare(float (&logits)[kLogits], Ready& ready) {
     float largest[kThreadRows];
     LargestOfRows(logits, largest);
     float offset[kThreadRows] = {-max[0], -max[1]};
-    rescales = AnyBeyond(largest, limit);
+    const float m[kThreadRows] = {largest[0] * factor[0],
+                                  largest[1] * factor[1]};
+    rescales = AnyBeyond(m, limit);
     if (rescales) Reconsider(logits, largest, offset);
 #pragma unroll
     for (int i = 0; i < kLogits; ++i) {
       const int row = RowOf(i);
-      logits[i] = Exp2(fmaf(logits[i], factor[row], offset[row]));
-      sum[row] += logits[i];
+      ready[i] = Exp2(fmaf(logits[i], factor[row], offset[row]));
+      sum[row] += ready[i];
     }
   }
 
@@ -335,9 +337,7 @@ struct ExactSoftmax {
       rescale[row] = Exp2(max[row] - next);
       sum[row] *= rescale[row];
       max[row] = next;
-      limit[row] = fmaxf(fminf(__fdividef(next + kSlack, factor[row]),
-                               __fdividef(kLargestDistance, factor[row])),
-                         0.0f);
+      limit[row] = fmaxf(fminf(next + kSlack, kLargestDistance), 0.0f);
       const bool far = largest[row] != numerics::kNegativeInfinity &&
                        fabsf(m) > kLargestDistance;
       shift[row] = far ? largest[row] : 0.0f;
@@ -351,14 +351,14 @@ struct ExactSoftmax {
     PinRegisters(out);
     PinRegisters(codes);
   }
-  ZYFA_DEVICE void Take(const float (&logits)[kLogits]) {
+  ZYFA_DEVICE void Take(const Ready& ready) {
     if (__builtin_expect(rescales, 0)) {
 #pragma unroll
       for (int i = 0; i < kOutputs; ++i) out[i] *= rescale[RowOf(i)];
     }
 #pragma unroll
     for (int i = 0; i < kLogits / 2; ++i) {
-      codes[i / 4][i % 4] = Type::Pack(logits[2 * i], logits[2 * i + 1]);
+      codes[i / 4][i % 4] = Type::Pack(ready[2 * i], ready[2 * i + 1]);
     }
   }
   ZYFA_DEVICE void Multiply(int step, uint64_t values) {

@@ -95,20 +95,31 @@ template <class Out, class Softmax>
 ZYFA_DEVICE void StoreRows(const AttentionArgs& args, const WorkItem& item,
                            const ThreadQueries& queries,
                            const Softmax& softmax) {
-  const float v_scale =
-      args.v_scale[int64_t{item.kv_batch} * args.kv_heads + item.kv_head];
+  const int64_t kv_head = int64_t{item.kv_batch} * args.kv_heads + item.kv_head;
+  const float* const v_scale =
+      args.v_scale + (args.v_channels ? kv_head * kValueDim : kv_head);
 #pragma unroll
   for (int row = 0; row < kThreadRows; ++row) {
     const int query = queries[row];
     const float sum = softmax.TotalSum(row);
     const bool empty =
         query >= item.q_length || softmax.Frame(row) == kLowestMax;
-    const float weight = v_scale / sum;
+    const float weight = (args.v_channels ? 1.0f : *v_scale) / sum;
     float values[kRowOutputs];
 #pragma unroll
     for (int i = 0; i < kRowOutputs; ++i) {
       const float value = softmax.out[i / 2 * 4 + row * 2 + i % 2];
       values[i] = empty ? 0.0f : value * weight;
+    }
+    if (args.v_channels && !empty) {
+      const int column = 2 * (static_cast<int>(threadIdx.x) % 4);
+#pragma unroll
+      for (int i = 0; i < kRowOutputs; i += 2) {
+        const float2 scales =
+            *reinterpret_cast<const float2*>(v_scale + i / 2 * 8 + column);
+        values[i] *= scales.x;
+        values[i + 1] *= scales.y;
+      }
     }
     const int64_t at =
         ((int64_t{item.batch} * args.q_len + query) * args.heads + item.head) *

@@ -6,6 +6,7 @@
 #include "csrc/cuda/attention_args.h"
 #include "csrc/cuda/launch_plan.h"
 #include "csrc/cuda/sm90/intrinsics.h"
+#include "csrc/numerics/online_softmax.h"
 #include "csrc/numerics/visibility.h"
 
 namespace zyfa::sm90 {
@@ -40,6 +41,23 @@ ZYFA_DEVICE TileRange WholeTilesOf(const numerics::Band& band, int first,
           band.End(first) / kKeyBlock};
 }
 
+// Of numbers from zero on; NaN is the most.
+struct Extremes {
+  float least = -numerics::kNegativeInfinity;
+  float most = 0.0f;
+
+  ZYFA_DEVICE void Add(float x) {
+    least = __uint_as_float(min(__float_as_uint(least), __float_as_uint(x)));
+    most = __uint_as_float(max(__float_as_uint(most), __float_as_uint(x)));
+  }
+  ZYFA_DEVICE Extremes OfWarp() const {
+    Extremes x;
+    x.least = __uint_as_float(__reduce_min_sync(~0u, __float_as_uint(least)));
+    x.most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));
+    return x;
+  }
+};
+
 // kQueryBlock queries of one head, and the tiles [tiles_begin, tiles_end) that
 // they visit.
 struct WorkItem {
@@ -52,6 +70,8 @@ struct WorkItem {
   numerics::Band band;
   TileRange tiles;
   TileRange whole[kConsumers];  // for which a consumer needs no mask
+  Extremes numbers;             // of the tiles: see TileNumber
+  bool negative;                // whether logits' factors are below zero
   bool valid;                   // false: no items are left
 };
 
@@ -77,9 +97,13 @@ class Schedule {
         blocks_((args.q_len + kQueryBlock - 1) / kQueryBlock),
         count_(static_cast<unsigned>(args.batch) * args.heads * blocks_) {}
 
-  ZYFA_DEVICE WorkItem Next() const {
-    const unsigned index =
-        atomicAdd(static_cast<unsigned*>(args_.workspace), 1);
+  // For a warp.
+  ZYFA_DEVICE WorkItem Next(int lane) const {
+    unsigned index = 0;
+    if (lane == 0) {
+      index = atomicAdd(static_cast<unsigned*>(args_.workspace), 1);
+    }
+    index = __shfl_sync(~0u, index, 0);
     if (index < count_) return At(index);
     WorkItem none = {};
     none.valid = false;
@@ -119,6 +143,9 @@ class Schedule {
       const int first = item.first_query + i * kRows;
       item.whole[i] = WholeTilesOf(item.band, first, first + kRows - 1);
     }
+    item.negative =
+        args_.q_scale[(int64_t{item.batch} * args_.heads + item.head) *
+                      args_.q_scales] < 0.0f;
     item.valid = true;
     return item;
   }
@@ -127,6 +154,20 @@ class Schedule {
   unsigned blocks_;
   unsigned count_;
 };
+
+// Tiles of all of a head's keys.
+ZYFA_DEVICE int TileCount(const AttentionArgs& args) {
+  return static_cast<int>(cuda::PaddedKeys(args.kv_len) / kKeyBlock);
+}
+
+// The largest Euclidean norm of each tile's keys (kv_batch, kv_heads, tiles),
+// behind the transposed values.
+ZYFA_DEVICE float* KeyNorms(const AttentionArgs& args) {
+  return reinterpret_cast<float*>(
+      static_cast<uint8_t*>(args.workspace) + cuda::kCounterBytes +
+      int64_t{args.kv_batch} * args.kv_heads * TileCount(args) *
+          (kKeyBlock * kValueDim));
+}
 
 ZYFA_DEVICE void ResetCounter(const AttentionArgs& args) {
   if (blockIdx.x == 0 && threadIdx.x == 0) {
@@ -179,7 +220,13 @@ struct SharedLayout {
     return reinterpret_cast<WorkItem*>(
         __cvta_shared_to_generic(Full(kPlaces)))[stage];
   }
-  static_assert(kPlaces * 2 * kBarrier + kItemStages * sizeof(WorkItem) <=
+  // The k_scale of that stage's keys.
+  ZYFA_DEVICE uint32_t KeyScale(int stage) const {
+    return Full(kPlaces) + kItemStages * sizeof(WorkItem) +
+           stage * sizeof(float);
+  }
+  static_assert(kPlaces * 2 * kBarrier + kItemStages * sizeof(WorkItem) +
+                    kStages * sizeof(float) <=
                 cuda::kBarrierBytes);
 };
 

@@ -44,7 +44,7 @@ ZYFA_DEVICE void TransposeValues(const AttentionArgs& args) {
   static_assert(kPieces == 8 && kGroups == 8 && kThreads == 256);
   __shared__ uint4 tile[kKeyBlock * kPieces];
   const int thread = static_cast<int>(threadIdx.x);
-  const int tiles = max((args.kv_len + kKeyBlock - 1) / kKeyBlock, 1);
+  const int tiles = TileCount(args);
   const int number = static_cast<int>(blockIdx.x);
   const int first = number % tiles * kKeyBlock;
   const int head = number / tiles;  // of all batches
@@ -97,6 +97,68 @@ ZYFA_DEVICE void TransposeValues(const AttentionArgs& args) {
         make_uint4(rows[0][dim], rows[1][dim], rows[2][dim], rows[3][dim]);
   }
 }
+
+ZYFA_DEVICE void AddSquares(uint32_t e4m3s, float& sum) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float low, high;
+    WidenHalves(HalvesOfE4m3(e4m3s >> 16 * half), low, high);
+    sum = fmaf(low, low, fmaf(high, high, sum));
+  }
+}
+
+// The largest norm of a tile's keys in use. Loads come before other work of the
+// block, and what is made of them after it.
+template <int kHeadDim>
+class KeyNorm {
+ public:
+  ZYFA_DEVICE explicit KeyNorm(const AttentionArgs& args) {
+    const int head = static_cast<int>(blockIdx.x) / TileCount(args);
+    const int tile = static_cast<int>(blockIdx.x) % TileCount(args);
+    const int kv_batch = head / args.kv_heads;
+    const int key = tile * kKeyBlock + static_cast<int>(threadIdx.x) / kShare;
+    const bool valid = key < KeysInUse(args, kv_batch);
+    const auto* const from = reinterpret_cast<const uint4*>(
+        static_cast<const uint8_t*>(args.k) +
+        ((int64_t{kv_batch} * args.kv_len + key) * args.kv_heads +
+         head % args.kv_heads) *
+            kHeadDim);
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      pieces_[i] =
+          LoadIf(valid, from + threadIdx.x % kShare + kShare * i, KeepPolicy());
+    }
+  }
+
+  ZYFA_DEVICE void Store(const AttentionArgs& args) const {
+    __shared__ uint32_t most;
+    if (threadIdx.x == 0) most = 0;
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      AddSquares(pieces_[i].x, squares);
+      AddSquares(pieces_[i].y, squares);
+      AddSquares(pieces_[i].z, squares);
+      AddSquares(pieces_[i].w, squares);
+    }
+    squares += __shfl_xor_sync(~0u, squares, 1);
+    // Integers have the order of numbers from zero on, and NaN beyond those.
+    const uint32_t largest =
+        __reduce_max_sync(~0u, __float_as_uint(sqrtf(squares)) & 0x7fffffff);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) atomicMax(&most, largest);
+    __syncthreads();
+    if (threadIdx.x == 0) KeyNorms(args)[blockIdx.x] = __uint_as_float(most);
+  }
+
+ private:
+  static constexpr int kShare =
+      cuda::kPrepareThreads / kKeyBlock;  // threads of a key
+  static constexpr int kPieces = kHeadDim / 16 / kShare;
+  static_assert(kShare == 2);
+
+  uint4 pieces_[kPieces];
+};
 
 }  // namespace zyfa::sm90
 

@@ -59,16 +59,42 @@ struct Arrays {
   int q_block;
   int q_scales;
   rocm::OutType out_type;
+  // Read at once by kernels whose keys have several descales.
+  int k_scales;
+  int v_channels;
+  rocm::Divisor by_q_block;
+  rocm::Divisor by_scaled_tiles;
 };
 
+template <class Type>
 ZYFA_DEVICE Arrays ArraysOf(Args& args) {
-  Arrays x = {args.q,       args.k,        args.v,       args.q_scale,
-              args.k_scale, args.v_scale,  args.out,     args.lse,
-              args.q_len,   args.kv_len,   args.heads,   args.kv_heads,
-              args.q_block, args.q_scales, args.out_type};
+  Arrays x = {args.q,
+              args.k,
+              args.v,
+              args.q_scale,
+              args.k_scale,
+              args.v_scale,
+              args.out,
+              args.lse,
+              args.q_len,
+              args.kv_len,
+              args.heads,
+              args.kv_heads,
+              args.q_block,
+              args.q_scales,
+              args.out_type,
+              args.k_scales,
+              args.v_channels,
+              {args.by_q_block.multiplier, args.by_q_block.shift},
+              {args.by_scaled_tiles.multiplier, args.by_scaled_tiles.shift}};
   Pin(x.q), Pin(x.k), Pin(x.v), Pin(x.q_scale), Pin(x.k_scale), Pin(x.v_scale);
   Pin(x.out), Pin(x.lse), Pin(x.q_len), Pin(x.kv_len), Pin(x.heads);
   Pin(x.kv_heads), Pin(x.q_block), Pin(x.q_scales), Pin(x.out_type);
+  if constexpr (Type::kScalesKeys) {
+    Pin(x.k_scales), Pin(x.v_channels);
+    Pin(x.by_q_block.multiplier), Pin(x.by_q_block.shift);
+    Pin(x.by_scaled_tiles.multiplier), Pin(x.by_scaled_tiles.shift);
+  }
   return x;
 }
 
@@ -127,11 +153,21 @@ class Wave {
   static constexpr int kSteps = kHeadDim / Type::kDepth;
   static constexpr int kKeyBlocks = kKeys / kBlock;
   static constexpr int kOperandBytes = sizeof(Operand);
-  // The softmax phase is the longer one where products are few.
-  static constexpr bool kCopiesBesideProducts =
-      Type::kBytes == 1 && kHeadDim == 128;
+  // Where the copies of the next tiles start: in the softmax phase, but where
+  // products are few, that is the longer one. Beside products of int8, which
+  // are short, they start one at a time.
+  enum class Copies { kInSoftmax, kBetweenProducts, kAmongValues };
+  static constexpr Copies kCopies = Type::kProducts > 1 ? Copies::kAmongValues
+                                    : Type::kBytes == 1 && kHeadDim == 128
+                                        ? Copies::kBetweenProducts
+                                        : Copies::kInSoftmax;
+  // Where the descale of a coming tile is read: in the shorter phase.
+  static constexpr bool kReadsScaleInSoftmax = kHeadDim > 128;
   // Operands that LDS reads are ahead of products, as registers allow.
   static constexpr int kAhead = kOperandBytes * kSteps > 64 ? 2 : 3;
+  // Where sums start from a constant, which takes registers, the first operands
+  // of keys are read when the logits have become codes.
+  static constexpr bool kLateKeys = Type::kZero != 0.0f;
 
   __attribute__((device, always_inline)) Wave(const Arrays& arrays,
                                               const Head& head, int first_query,
@@ -150,8 +186,14 @@ class Wave {
               RowsLeft(), wave_, lane_),
         values_(FirstRow(arrays.v, kValueRow), arrays.kv_heads * kValueRow,
                 RowsLeft(), wave_, lane_),
-        v_scale_(Unwritten(arrays.v_scale)[KvHead()]),
-        ones_(Softmax::SumOperand(lane_)) {}
+        v_scale_(ChannelScales() ? 1.0f : Unwritten(arrays.v_scale)[KvHead()]),
+        ones_(Softmax::SumOperand(lane_)) {
+    if constexpr (Type::kZero != 0.0f) {
+#pragma unroll
+      for (int r = 0; r < 16; ++r) zero_[r] = Type::kZero;
+      Keep(zero_);
+    }
+  }
 
   __attribute__((device, always_inline)) void Run() {
     if (tiles_.begin < tiles_.end) {
@@ -174,6 +216,10 @@ class Wave {
 
     int tile = tiles_.begin;
     const int last = tiles_.group_end - 1;
+    if constexpr (Type::kScalesKeys) {
+      k_scale_ = *KeyScale(tile);
+      next_k_scale_ = *KeyScale(tile + 1);
+    }
     ReadFirstKeys(slots_[0]);
     MultiplyKeys(slots_[0]);
     Barrier();
@@ -181,13 +227,16 @@ class Wave {
     for (; tile < last && tile < tiles_.full_end; ++tile) Step<false>(tile);
     for (; tile < last; ++tile) Step<true>(tile);
     // The trailing group may still need all of them.
-    if (!kCopiesBesideProducts) StartCopies();
+    if (kCopies == Copies::kInSoftmax) StartCopies();
     SoftmaxPhase<true>(tile);
+    F32x4 channels;
+    if (ChannelScales()) channels = ReadChannelScales();
     Barrier();
-    MultiplyValues(ValuesAt(0));
+    MultiplyValues(ValuesAt(0), [](int) {});
     ScheduleAll(out_);
     WaitForCopies<0>();
     Barrier();
+    if (ChannelScales()) ScaleChannels(channels);
 
     Store();
     if (!trails_) {
@@ -201,17 +250,27 @@ class Wave {
 
   template <bool kMasked>
   __attribute__((device, always_inline)) void Step(int tile) {
-    if (!kCopiesBesideProducts) StartCopies();
-    ReadFirstKeys(slots_[1]);
+    if constexpr (Type::kScalesKeys && kReadsScaleInSoftmax) {
+      next_k_scale_ = ReadHere(KeyScale(tile + 1));
+    }
+    if (kCopies == Copies::kInSoftmax) StartCopies();
+    if (!kLateKeys) ReadFirstKeys(slots_[1]);
     SoftmaxPhase<kMasked>(tile);
-    WaitForCopies<kCopiesBesideProducts ? 0
-                                        : Keys::kCopies + Values::kCopies>();
+    if (kLateKeys) {
+      ReadFirstKeys(slots_[1]);
+      ScheduleLdsReads<kAhead * kOperandBytes / kSlotBytes>();
+      ScheduleVector<4>();
+    }
+    WaitForCopies<
+        kCopies == Copies::kInSoftmax ? Keys::kCopies + Values::kCopies : 0>();
     Barrier();
 
     SetPriority<1>();
     MultiplyKeys(slots_[1]);
-    if (kCopiesBesideProducts) StartCopies();
-    MultiplyValues(ValuesAt(0));
+    if (kCopies == Copies::kBetweenProducts) StartCopies();
+    MultiplyValues(ValuesAt(0), [this](int block) {
+      if (kCopies == Copies::kAmongValues) StartCopies(block);
+    });
     ScheduleMatrixPhase();
     SetPriority<0>();
     // Here rather than in the longer softmax phase.
@@ -219,6 +278,15 @@ class Wave {
     for (int i = 1; i < kSlots; ++i) slots_[i - 1] = slots_[i];
     slots_[kSlots - 1] = free_slot;
     for (int& slot : slots_) Pin(slot);
+    if constexpr (Type::kScalesKeys) {
+      k_scale_ = next_k_scale_;
+      Pin(k_scale_);
+      if constexpr (!kReadsScaleInSoftmax) {
+        int next_tile = tile + 2;
+        Pin(next_tile);
+        next_k_scale_ = ReadHere(KeyScale(next_tile));
+      }
+    }
     Barrier();
   }
 
@@ -227,21 +295,36 @@ class Wave {
     values_.StartNext(ValuesAt(2));
   }
 
+  // Those of them that start before the products of a block of values.
+  __attribute__((device, always_inline)) void StartCopies(int block) {
+    constexpr int kCount = Values::kCopies + Keys::kCopies;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if ((i * kValueBlocks + 1) / kCount != block) continue;
+      if (i < Values::kCopies) {
+        values_.StartNext(ValuesAt(2), i);
+      } else {
+        keys_.StartNext(slots_[3], i - Values::kCopies);
+      }
+    }
+  }
+
   // LDS reads run a few operands ahead of the products that need them.
   __attribute__((device, always_inline)) static void ScheduleMatrixPhase() {
-    constexpr int kKeyReads = kOperandBytes / kSlotBytes;
+    constexpr int kProducts = Type::kProducts;
+    constexpr int kKeyReads = kOperandBytes / kSlotBytes / kProducts;
     constexpr int kValueReads = Type::kParts;
-    constexpr int kKeyProducts = kKeyBlocks * kSteps;
+    constexpr int kKeyProducts = kKeyBlocks * kSteps * kProducts;
     constexpr int kValueProducts = kValueBlocks * Softmax::kSteps;
 #pragma unroll
-    for (int i = 0; i < kKeyProducts - kAhead; ++i) {
+    for (int i = 0; i < kKeyProducts - kAhead * kProducts; ++i) {
       ScheduleProduct();
       ScheduleLdsReads<kKeyReads>();
     }
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
+    for (int i = 0; i < kAhead * kProducts; ++i) {
       ScheduleProduct();
-      ScheduleLdsReads<kValueReads>();
+      ScheduleLdsReads<kValueReads / kProducts>();
     }
 #pragma unroll
     for (int i = 0; i < Softmax::kSumProducts; ++i) ScheduleProduct();
@@ -283,7 +366,7 @@ class Wave {
   __attribute__((device, always_inline)) void MultiplyKeys(int lds) {
 #pragma unroll
     for (int block = 0; block < kKeyBlocks; ++block) {
-      F32x16 sum = {};
+      F32x16 sum = zero_;
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const int i = block * kSteps + step;
@@ -295,12 +378,16 @@ class Wave {
     }
   }
 
-  // Output of the tile at `lds`, and the sum of its probabilities.
-  __attribute__((device, always_inline)) void MultiplyValues(int lds) {
+  // Output of the tile at `lds`, and the sum of its probabilities. Calls
+  // before(block) for each block of values.
+  template <class Before>
+  __attribute__((device, always_inline)) void MultiplyValues(int lds,
+                                                             Before before) {
     const int row = Type::TransposedRow(lane_);
     softmax_.SumTile(ones_);
 #pragma unroll
     for (int block = 0; block < kValueBlocks; ++block) {
+      before(block);
       const int address =
           lds + Values::Address(row, block * kBlock * Type::kBytes,
                                 Type::TransposedByte(lane_));
@@ -321,6 +408,7 @@ class Wave {
 
   template <bool kMasked>
   __attribute__((device, always_inline)) void SoftmaxPhase(int tile) {
+    if constexpr (Type::kScalesKeys) ScaleTile<kMasked>();
     if (kMasked) Mask(tile * kKeys);
     softmax_.Step(logits_, [this](float f) {
 #pragma unroll
@@ -329,6 +417,36 @@ class Wave {
         for (int r = 0; r < 16; ++r) out_[block][r] *= f;
       }
     });
+  }
+
+  // The descale of a tile's keys; beyond the last tile, of some.
+  __attribute__((device, always_inline)) Constant<float>* KeyScale(
+      int tile) const {
+    const int block = rocm::Quotient(tile, arrays_.by_scaled_tiles);
+    const int last = arrays_.k_scales - 1;
+    return Unwritten(arrays_.k_scale) +
+           Offset(KvHead(), arrays_.k_scales, block < last ? block : last);
+  }
+
+  // Takes the descale of this tile's keys to the softmax. A factor's sign goes
+  // to the logits, as -128 has no opposite in int8; where some lane's is
+  // negative all tiles are masked ones.
+  template <bool kMasked>
+  __attribute__((device, always_inline)) void ScaleTile() {
+    const float factor = q_factor_ * k_scale_;
+    softmax_.factor = PositiveFactor(factor);
+    softmax_.zero = Type::kZero * factor;
+    if (!kMasked || !some_negative_) return;
+    const uint32_t sign = BitCast<uint32_t>(factor) & 0x80000000u;
+#pragma unroll
+    for (int block = 0; block < kKeyBlocks; ++block) {
+      F32x16& logits = logits_.blocks[block];
+#pragma unroll
+      for (int r = 0; r < 16; ++r) {
+        const float x = logits[r];
+        logits[r] = BitCast<float>(BitCast<uint32_t>(x) ^ sign);
+      }
+    }
   }
 
   // Leaves only what each query sees of the tile from key `first_key` on. Most
@@ -375,27 +493,66 @@ class Wave {
       queries_[step] =
           *reinterpret_cast<const Operand*>(source + step * 2 * kOperandBytes);
     }
-    const float factor = LogitFactor();
-    // Kernels want a factor above zero: its sign goes to the query, and zero
-    // becomes a number that still makes all logits alike.
-    softmax_.factor = Maximum(__builtin_fabsf(factor), kSmallestFactor);
-    const auto flip =
-        static_cast<int32_t>(factor < 0.0f ? Type::kSignBits : 0u);
+    uint32_t flip = 0;
+    if constexpr (Type::kScalesKeys) {
+      q_factor_ = numerics::LogitFactor(QueryScale(), 1.0f);
+      some_negative_ = AnyLane(q_factor_ < 0.0f);
+      if (some_negative_) tiles_.full_begin = tiles_.end;
+    } else {
+      const float factor = numerics::LogitFactor(
+          QueryScale(), Unwritten(arrays_.k_scale)[KvHead()]);
+      softmax_.factor = PositiveFactor(factor);
+      flip = factor < 0.0f ? Type::kSignBits : 0;
+    }
     const bool counts = query_ < head_.q_length;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      queries_[step] = counts ? queries_[step] ^ flip : Operand{};
+      queries_[step] =
+          counts ? queries_[step] ^ static_cast<int32_t>(flip) : Operand{};
     }
   }
 
-  __attribute__((device, always_inline)) float LogitFactor() const {
+  // Kernels want a factor above zero: its sign goes elsewhere, and zero becomes
+  // a number that still makes all logits alike.
+  static __attribute__((device, always_inline)) float PositiveFactor(
+      float factor) {
+    constexpr float kSmallest = 1e-37f;
+    return Maximum(__builtin_fabsf(factor), kSmallest);
+  }
+
+  __attribute__((device, always_inline)) float QueryScale() const {
     const auto* scales =
         arrays_.q_scale +
         Offset(head_.batch, arrays_.heads, head_.head) * arrays_.q_scales;
-    const float q_scale = arrays_.q_block > 0
-                              ? Global(scales)[QueryRow() / arrays_.q_block]
-                              : Unwritten(scales)[0];
-    return numerics::LogitFactor(q_scale, Unwritten(arrays_.k_scale)[KvHead()]);
+    const auto block = [this] {
+      return Type::kScalesKeys ? rocm::Quotient(QueryRow(), arrays_.by_q_block)
+                               : QueryRow() / arrays_.q_block;
+    };
+    return arrays_.q_block > 0 ? Global(scales)[block()] : Unwritten(scales)[0];
+  }
+
+  // Whether each channel of the values has a descale.
+  __attribute__((device, always_inline)) bool ChannelScales() const {
+    return Type::kScalesKeys && arrays_.v_channels != 0;
+  }
+
+  // Those descales, spread over the lanes of a row of 16: lane i has those of
+  // the i-th four of this half's channels.
+  __attribute__((device, always_inline)) F32x4 ReadChannelScales() const {
+    const auto* scales =
+        Global(arrays_.v_scale) + Offset(KvHead(), kValueDim, 0);
+    return *reinterpret_cast<GlobalPointer<const F32x4>>(
+        scales + FirstKey(lane_ % 16, half_));
+  }
+
+  __attribute__((device, always_inline)) void ScaleChannels(F32x4 scales) {
+#pragma unroll
+    for (int block = 0; block < kValueBlocks; ++block) {
+#pragma unroll
+      for (int r = 0; r < 16; ++r) {
+        out_[block][r] *= OfRow(scales[r % 4], block * 4 + r / 4);
+      }
+    }
   }
 
   __attribute__((device, always_inline)) void Store() {
@@ -475,8 +632,6 @@ class Wave {
   }
 
   // ---- Addresses
-
-  static constexpr float kSmallestFactor = 1e-37f;
 
   static __attribute__((device, always_inline)) uint64_t Offset(int outer,
                                                                 int size,
@@ -592,13 +747,18 @@ class Wave {
   Softmax softmax_;
   float v_scale_;
   I32x8 ones_;
+  F32x16 zero_ = {};  // what sums of the first product start from
+  float q_factor_;    // what a logit is per unit of a dot product and k_scale_
+  bool some_negative_;  // whether a lane's is
+  float k_scale_;       // descale of this tile's keys
+  float next_k_scale_;  // and of the next
   F32x16 out_[kValueBlocks] = {};
 };
 
 template <class Type, int kHeadDim>
 ZYFA_DEVICE void Attention() {
   Args& args = KernelArgument<AttentionArgs>();
-  const Arrays arrays = ArraysOf(args);
+  const Arrays arrays = ArraysOf<Type>(args);
   __attribute__((
       shared)) static unsigned char lds[Wave<Type, kHeadDim>::kLdsBytes];
   const int blocks = (args.q_len + rocm::kQueryBlock - 1) / rocm::kQueryBlock;
@@ -613,7 +773,7 @@ ZYFA_DEVICE void Attention() {
   const int lds_start = LdsAddress(lds);
   Wave<Type, kHeadDim>(arrays, head, late * rocm::kQueryBlock, lds_start).Run();
   if (args.blocks_per_group == 2 && early != late) {
-    Wave<Type, kHeadDim>(ArraysOf(Reread(args)), head,
+    Wave<Type, kHeadDim>(ArraysOf<Type>(Reread(args)), head,
                          early * rocm::kQueryBlock, lds_start)
         .Run();
   }

@@ -16,6 +16,7 @@ using F32x16 = float __attribute__((ext_vector_type(16)));
 using I32x2 = int32_t __attribute__((ext_vector_type(2)));
 using I32x4 = int32_t __attribute__((ext_vector_type(4)));
 using I32x8 = int32_t __attribute__((ext_vector_type(8)));
+using I32x16 = int32_t __attribute__((ext_vector_type(16)));
 using I16x2 = int16_t __attribute__((ext_vector_type(2)));
 using I16x4 = int16_t __attribute__((ext_vector_type(4)));
 using U16x2 = uint16_t __attribute__((ext_vector_type(2)));
@@ -68,6 +69,12 @@ ZYFA_DEVICE Constant<T>* Unwritten(const T* pointer) {
   return (Constant<T>*)pointer;
 }
 
+// The same, read here and not where it is used.
+template <class T>
+ZYFA_DEVICE T ReadHere(Constant<T>* pointer) {
+  return *(volatile Constant<T>*)pointer;
+}
+
 // A pointer to device memory, of which the compiler knows that it is one.
 template <class T>
 using GlobalPointer = __attribute__((address_space(1))) T*;
@@ -93,7 +100,7 @@ ZYFA_DEVICE void SetPriority() {
 }
 
 // The order of a region's instructions, for the scheduler: next come `kCount`
-// LDS reads, or one matrix product.
+// LDS reads or vector instructions, or one matrix product.
 template <int kCount>
 ZYFA_DEVICE void ScheduleLdsReads() {
   constexpr int kLdsRead = 0x100;
@@ -102,6 +109,11 @@ ZYFA_DEVICE void ScheduleLdsReads() {
 ZYFA_DEVICE void ScheduleProduct() {
   constexpr int kMatrix = 0x8;
   __builtin_amdgcn_sched_group_barrier(kMatrix, 1, 0);
+}
+template <int kCount>
+ZYFA_DEVICE void ScheduleVector() {
+  constexpr int kVector = 0x2;
+  __builtin_amdgcn_sched_group_barrier(kVector, kCount, 0);
 }
 // All of these are computed before anything is made of one of them.
 template <class T>
@@ -114,6 +126,8 @@ ZYFA_DEVICE void ScheduleAll(T (&x)[8]) {
 ZYFA_DEVICE void ScheduleAll(F32x16 (&x)[4]) {
   asm volatile("" : "+v"(x[0]), "+v"(x[1]), "+v"(x[2]), "+v"(x[3]));
 }
+// The compiler forgets what it is, and keeps it instead of making it anew.
+ZYFA_DEVICE void Keep(F32x16& x) { asm volatile("" : "+v"(x)); }
 // Instructions stay on their side.
 ZYFA_DEVICE void ScheduleFence() { __builtin_amdgcn_sched_barrier(0); }
 
@@ -198,6 +212,19 @@ ZYFA_DEVICE F32x2 BothHalves(float x) {
   return BitCast<F32x2>(SwapHalves(BitCast<int32_t>(x), BitCast<int32_t>(x)));
 }
 
+// `x` of lane `lane` of each lane's row of 16; `lane` is known when the kernel
+// is compiled.
+template <int kLane = 0>
+ZYFA_DEVICE float OfRow(float x, int lane) {
+  if constexpr (kLane < 15) {
+    if (lane != kLane) return OfRow<kLane + 1>(x, lane);
+  }
+  constexpr int kBroadcast = 0x150;
+  constexpr int kAll = 0xf;
+  return BitCast<float>(__builtin_amdgcn_mov_dpp(
+      BitCast<int32_t>(x), kBroadcast + kLane, kAll, kAll, true));
+}
+
 // ---- Bits
 
 // The lowest `count` bits; none below 0, all beyond 31.
@@ -277,6 +304,10 @@ ZYFA_DEVICE F32x16 MultiplyScaledFp8(I32x8 a, I32x8 b, F32x16 c, int a_scale,
 ZYFA_DEVICE F32x4 MultiplyFp8Narrow(I32x8 a, I32x8 b, F32x4 c) {
   return __builtin_amdgcn_mfma_scale_f32_16x16x128_f8f6f4(a, b, c, 0, 0, 0, 0,
                                                           0, 0);
+}
+
+ZYFA_DEVICE I32x16 MultiplyInt8(I32x4 a, I32x4 b, I32x16 c) {
+  return __builtin_amdgcn_mfma_i32_32x32x32_i8(a, b, c, 0, 0, 0);
 }
 
 ZYFA_DEVICE F32x16 MultiplyBF16(I32x4 a, I32x4 b, F32x16 c) {

@@ -104,21 +104,36 @@ class TileCopies {
     }
   }
 
-  // Starts the copy of the next tile to `lds`.
+  // Starts the copies of the next tile to `lds`.
   __attribute__((device, always_inline)) void StartNext(int lds) {
-    const int rows = Uniform(rows_ < Tile::kRows ? rows_ : Tile::kRows);
-    const I32x4 buffer = BufferOf(source_, rows < 0 ? 0 : rows * stride_);
+    const I32x4 buffer = NextTile();
 #pragma unroll
-    for (int i = 0; i < Tile::kCopies; ++i) {
-      CopyToLds(buffer, offsets_[i],
-                lds + first_target_ + i * kWaves * kCopyBytes);
-    }
+    for (int i = 0; i < Tile::kCopies; ++i) Copy(buffer, i, lds);
+    Advance();
+  }
+
+  // The same in parts, in order.
+  __attribute__((device, always_inline)) void StartNext(int lds, int part) {
+    Copy(NextTile(), part, lds);
+    if (part == Tile::kCopies - 1) Advance();
+  }
+
+ private:
+  __attribute__((device, always_inline)) I32x4 NextTile() const {
+    const int rows = Uniform(rows_ < Tile::kRows ? rows_ : Tile::kRows);
+    return BufferOf(source_, rows < 0 ? 0 : rows * stride_);
+  }
+  __attribute__((device, always_inline)) void Copy(I32x4 buffer, int i,
+                                                   int lds) const {
+    CopyToLds(buffer, offsets_[i],
+              lds + first_target_ + i * kWaves * kCopyBytes);
+  }
+  __attribute__((device, always_inline)) void Advance() {
     rows_ -= Tile::kRows;
     source_ += static_cast<uint32_t>(Tile::kRows * stride_);
     Pin(source_);
   }
 
- private:
   // A buffer resource has other things in the bits above.
   static constexpr uint64_t kAddressBits = (uint64_t{1} << 48) - 1;
 

@@ -19,19 +19,16 @@ constexpr int kBlock = 32;  // queries of a wave; rows of a matrix instruction
 // that accumulators 4 i .. 4 i + 3 stand for.
 constexpr int FirstKey(int i, int half) { return 8 * i + 4 * half; }
 
+// Each type says, of the first product: `kProducts`, the matrix instructions of
+// a step; `kZero`, what its sums start from; `kScalesKeys`, whether each tile
+// of keys has a descale of its own, and each channel of values may have one.
+
 // Products of one-byte numbers, 64 deep: a lane's operand is 32 bytes.
-struct Fp8 {
+struct OneByte {
   static constexpr int kBytes = 1;
   static constexpr int kKeys = 128;
   static constexpr int kDepth = 64;
-  static constexpr uint32_t kSignBits = 0x80808080u;
   using Operand = I32x8;
-
-  static __attribute__((device, always_inline)) F32x16 Multiply(Operand a,
-                                                                Operand b,
-                                                                F32x16 c) {
-    return MultiplyFp8(a, b, c);
-  }
 
   // The key block and the four-key group that a lane's values stand for, in
   // step `step` of the second product, at `part` of its operand (8 bytes).
@@ -55,8 +52,47 @@ struct Fp8 {
   }
 };
 
+struct Fp8 : OneByte {
+  static constexpr int kProducts = 1;
+  static constexpr float kZero = 0.0f;
+  static constexpr bool kScalesKeys = false;
+  static constexpr uint32_t kSignBits = 0x80808080u;
+
+  static __attribute__((device, always_inline)) F32x16 Multiply(Operand a,
+                                                                Operand b,
+                                                                F32x16 c) {
+    return MultiplyFp8(a, b, c);
+  }
+};
+
+// Queries and keys in int8, values in e4m3. Sums are exact in int32, and at
+// most 2^22 in magnitude. They start from the bits of 1.5 * 2^23, around which
+// one more in the bits is one more in the number: no sum needs a conversion.
+struct Int8 : OneByte {
+  static constexpr int kProducts = 2;
+  static constexpr float kZero = 0x1.8p23f;
+  static constexpr bool kScalesKeys = true;
+
+  static __attribute__((device, always_inline)) F32x16 Multiply(Operand a,
+                                                                Operand b,
+                                                                F32x16 c) {
+    const auto half = [](const Operand& x, int i) {
+      return I32x4{x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]};
+    };
+    I32x16 sum = BitCast<I32x16>(c);
+#pragma unroll
+    for (int i = 0; i < kProducts; ++i) {
+      sum = MultiplyInt8(half(a, i), half(b, i), sum);
+    }
+    return BitCast<F32x16>(sum);
+  }
+};
+
 // Products of two-byte numbers, 16 deep: a lane's operand is 16 bytes.
 struct TwoBytes {
+  static constexpr int kProducts = 1;
+  static constexpr float kZero = 0.0f;
+  static constexpr bool kScalesKeys = false;
   static constexpr int kBytes = 2;
   static constexpr int kKeys = 64;
   static constexpr int kDepth = 16;

@@ -20,7 +20,8 @@ namespace zyfa::gfx950 {
 // Below every logit, and finite: differences with it are not NaN.
 constexpr float kLowestMax = -0x1.fffffep127f;
 
-// The raw dot products of a tile, one accumulator vector for each 32 keys.
+// The raw dot products of a tile, plus Type::kZero, one accumulator vector for
+// each 32 keys.
 template <class Type>
 struct Logits {
   static constexpr int kBlocks = Type::kKeys / kBlock;
@@ -50,31 +51,35 @@ ZYFA_DEVICE float LargestOf(const Logits<Type>& logits) {
 // FP8 probabilities by numerics::LinearCode and ChordCode, with a power of two
 // as the weight of each tile. The row sum is made by the matrix unit, from the
 // codes.
+template <class Type>
 struct Fp8Softmax {
   static constexpr float kLog2Scale = numerics::kFp8ProbabilityLog2;
-  static constexpr int kSteps = Fp8::kKeys / Fp8::kDepth;
+  static constexpr int kSteps = Type::kKeys / Type::kDepth;
   // Of a tile's four blocks of 32 keys, those whose probabilities are made by
   // two chords. The more, the smaller the error; all of them fill the vector
   // unit.
   static constexpr int kChordBlocks = ZYFA_GFX950_CHORD_BLOCKS;
-  static_assert(0 <= kChordBlocks && kChordBlocks <= Fp8::kKeys / kBlock);
+  static_assert(0 <= kChordBlocks && kChordBlocks <= Type::kKeys / kBlock);
   static constexpr int kSumProducts = kSteps;
 
   I32x8 codes[kSteps];  // of the latest tile, in the order of the keys
   F32x4 tile_sum = {};  // of its codes' values; [0] counts
   int exponent = 127;   // of its weight, in E8M0
   float factor;         // logit per unit of the dot product
+  float zero;           // what a logit is less than its accumulator times that
   float max = kLowestMax;
   float sum = 0.0f;
 
   // Makes `codes` and `exponent` of a tile's dot products, and calls
   // rescale(f) if what was summed up so far must be multiplied by f.
   template <class Rescale>
-  __attribute__((device, always_inline)) void Step(const Logits<Fp8>& logits,
+  __attribute__((device, always_inline)) void Step(const Logits<Type>& logits,
                                                    Rescale rescale) {
     sum += tile_sum[0] * BitCast<float>(exponent << 23);
     const float limit = max + Slack(sum);
-    const float tile_max = LargestOf(logits) * factor;
+    const float largest = LargestOf(logits);
+    const float tile_max =
+        kShifted ? Fma(largest, factor, -zero) : largest * factor;
     const float new_max = tile_max <= limit ? max : tile_max;
     const float shift =
         __builtin_fminf(__builtin_floorf(new_max - tile_max),
@@ -82,8 +87,9 @@ struct Fp8Softmax {
     exponent = 127 - static_cast<int>(shift);
 
 #pragma unroll
-    for (int block = 0; block < Fp8::kKeys / kBlock; ++block) {
-      const float reference = new_max - shift;
+    for (int block = 0; block < Type::kKeys / kBlock; ++block) {
+      const float reference =
+          kShifted ? new_max + zero - shift : new_max - shift;
       const I32x4 part =
           block < kChordBlocks
               ? Codes<numerics::ChordCode>(logits.blocks[block], reference)
@@ -118,6 +124,8 @@ struct Fp8Softmax {
   }
 
  private:
+  static constexpr bool kShifted = Type::kZero != 0.0f;
+
   // How far a logit may exceed `max` before that moves: as long as its
   // probability is at most 1/64 of the row's sum, to within 6 %. The bits of a
   // float32 are nearly linear in its logarithm.
@@ -255,7 +263,11 @@ struct SoftmaxOf {
 };
 template <>
 struct SoftmaxOf<Fp8> {
-  using type = Fp8Softmax;
+  using type = Fp8Softmax<Fp8>;
+};
+template <>
+struct SoftmaxOf<Int8> {
+  using type = Fp8Softmax<Int8>;
 };
 
 }  // namespace zyfa::gfx950
