@@ -29,9 +29,10 @@ constexpr int QuantizeSlots(int dim, int chunks) {
 template <int kDim, int kChunks, bool kRotates>
 using Lanes = ByLanes<QuantizeSlots(kDim, kChunks), kChunks, kRotates>;
 
-// The same of a kernel by matrix, of half as many threads.
-constexpr int MatrixBlocks(int dim) {
-  return dim <= 64 ? 4 : dim <= 128 ? 2 : 1;
+// The same of a kernel by matrix, of half as many threads, that needs `more`.
+constexpr int MatrixBlocks(int dim, int more = 0) {
+  const int held = dim / 2 + more;
+  return held <= 32 ? 4 : held <= 96 ? 2 : 1;
 }
 
 }  // namespace zyfa::sm90
@@ -76,9 +77,9 @@ constexpr int MatrixBlocks(int dim) {
     zyfa::sm90::QuantizeInt8<Type, Layout, false>(args);                    \
   }
 
-#define ZYFA_MATRIX_KERNEL(name, dim)                   \
+#define ZYFA_MATRIX_KERNEL(name, ...)                   \
   ZYFA_KERNEL(name, zyfa::cuda::kMatrixQuantizeThreads, \
-              zyfa::sm90::MatrixBlocks(dim))
+              zyfa::sm90::MatrixBlocks(__VA_ARGS__))
 
 #define ZYFA_QUANTIZE_BY_MATRIX(name, Type, dim)                            \
   ZYFA_MATRIX_KERNEL(name##_rotated_matrix, dim) {                          \
@@ -87,7 +88,7 @@ constexpr int MatrixBlocks(int dim) {
   ZYFA_MATRIX_KERNEL(name##_tokens_matrix, dim) {                           \
     zyfa::sm90::QuantizeInt8<Type, zyfa::sm90::ByMatrix<dim>, true>(args);  \
   }                                                                         \
-  ZYFA_MATRIX_KERNEL(name##_blocks_matrix, dim) {                           \
+  ZYFA_MATRIX_KERNEL(name##_blocks_matrix, dim, (dim) > 64 ? 16 : 0) {      \
     zyfa::sm90::QuantizeInt8<Type, zyfa::sm90::ByMatrix<dim>, false>(args); \
   }
 

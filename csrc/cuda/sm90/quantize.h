@@ -155,25 +155,33 @@ ZYFA_DEVICE void QuantizeInt8(const QuantizeArgs& args) {
                               tile.head);
   float of_row[kSlots];
   const auto largest_of = [&] {
-    if constexpr (kByToken) {
-      warp.LargestOfRows(of_row);
-      float largest = 0.0f;
+    warp.LargestOfRows(of_row);
+    float largest = 0.0f;
 #pragma unroll
-      for (const float x : of_row) largest = Maximum(largest, x);
-      return WarpMaximum(largest);
-    } else {
-      return warp.Largest();
-    }
+    for (const float x : of_row) largest = Maximum(largest, x);
+    return WarpMaximum(largest);
   };
   float largest;
   const float guard =
       LoadGuarded(warp, LastUsePolicy(), Type::kOverflows, largest_of, largest);
   const bool finite = IsFinite(largest);
+  // Stores of_slot(i) for each row, but for those with NaN.
+  const auto store_of_rows = [&](auto* to, const auto& of_slot, auto of_nan) {
+    to += tile.token_index;
+    if (warp.channel() == 0) {
+      warp.ForRows([&](int i, int token) { to[token] = of_slot(i); });
+    }
+    if constexpr (Layout::kWhole) {
+      __syncwarp();  // of one warp are all lanes of a row
+    } else {
+      __syncthreads();
+    }
+    if (!finite) warp.ForNaN([&](int token) { to[token] = of_nan; });
+  };
   constexpr float kInverseMax = 1.0f / kInt8Max;
   float inverse[kSlots];
   if constexpr (kByToken) {
     __shared__ uint32_t of_rows[gpu::kQuantizeTokens];
-    float* const found = args.found + tile.token_index;
     if (!finite) warp.LargestFiniteOfRows(of_row);
     warp.OverRows(of_row, of_rows);
 #pragma unroll
@@ -183,30 +191,16 @@ ZYFA_DEVICE void QuantizeInt8(const QuantizeArgs& args) {
       inverse[i] = warp.Norm() / descale;
       of_row[i] = descale / guard;
     }
-    if (warp.channel() == 0) {
-      warp.ForRows([&](int i, int token) { found[token] = of_row[i]; });
-    }
-    if constexpr (Layout::kWhole) {
-      __syncwarp();  // of one warp are all lanes of a row
-    } else {
-      __syncthreads();
-    }
-    if (!finite) {
-      const float nan = __uint_as_float(0x7fffffffu);
-      warp.ForNaN([&](int token) { found[token] = nan; });
-    }
+    store_of_rows(
+        args.found, [&](int i) { return of_row[i]; },
+        __uint_as_float(0x7fffffffu));
   } else {
-    uint8_t* const nan = args.nan + tile.token_index;
-    for (int i = static_cast<int>(threadIdx.x); i < tile.valid_tokens;
-         i += static_cast<int>(blockDim.x)) {
-      nan[i] = 0;
-    }
-    if (!finite) largest = warp.LargestFinite();
+    store_of_rows(args.nan, [](int) { return uint8_t{0}; }, uint8_t{1});
+    largest = finite ? largest * warp.Norm() : warp.LargestFinite();
     const float descale =
         guard * FindDescale(args, tile, largest, kInverseMax, guard);
 #pragma unroll
     for (float& x : inverse) x = warp.Norm() / descale;
-    if (!finite) warp.ForNaN([&](int token) { nan[token] = 1; });
   }
   if (finite) {
     warp.template StoreInt8<true>(inverse);
@@ -285,9 +279,13 @@ ZYFA_DEVICE void Measure(const QuantizeArgs& all_args) {
       all += of_row(0, k, channel);
       of_squares += of_row(1, k, channel);
     }
-    float* const numbers = to + args.head_dim + channel;
-    if (all_finite) *numbers = static_cast<float>(tile.valid_tokens);
-    const float number = *numbers;
+    auto number = static_cast<float>(tile.valid_tokens);
+    float* const counted = to + args.head_dim + channel;
+    if (all_finite) {
+      *counted = number;
+    } else {
+      number = *counted;  // what this thread has stored
+    }
     to[channel] = __fmaf_rn(number * gpu::kSumScale, origins[channel], all);
     // Less what the mean's distance from the origin adds.
     constexpr float kScaled = 1.0f / (gpu::kSumScale * gpu::kSumScale);
