@@ -5,8 +5,9 @@ Batch 1, the heads of Mistral-7B and Qwen3-8B (32 query and 8 key/value heads, h
 call by call, since the card throttles by power: only what is measured in one process
 compares. Times are the sum of the durations of a call's kernels, as CUPTI gives them;
 medians. TFLOP/s count half of the score square. FP8 inputs have one descale for a
-tensor. Errors are relative, against float64 on the same inputs, of the last queries of
-the first head.
+tensor; int8's are rounded from bfloat16 by `quantize_qkv` before the clock starts.
+Errors are relative, against float64 on the inputs that an implementation is given, of
+the last queries of the first head: int8's has in it what rounding leaves.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 TOKENS = (2048, 4096, 8192, 16384, 32768)
 INPUTS = ("gauss", "sink")
 ERROR_TOKENS = 8192
-# Dense TFLOP/s, or those of int8 with FP8, of an H100 or H200 (SXM) by their data sheets.
+# Dense TFLOP/s of an H100 or H200 (SXM) by their data sheets; int8's are as many.
 PEAKS = {FP8: 1978.9, INT8: 1978.9, BF16: 989.4}
 PACKAGES = (
     "jax-cuda13-plugin",
