@@ -27,8 +27,8 @@ std::vector<gpu::Launch> Kernels() {
       }
     }
   }
-  static const auto* const quantize = new std::set<std::string>(
-      QuantizeKernels({"CUDA", cuda::PlanQuantize}));
+  static const auto* const quantize =
+      new std::set<std::string>(QuantizeKernels({"CUDA", cuda::PlanQuantize}));
   for (const std::string& name : *quantize) {
     kernels.push_back({name.c_str(), 1, cuda::kMaxQuantizeThreads, nullptr, 0});
   }

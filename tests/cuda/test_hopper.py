@@ -37,9 +37,10 @@ def on_gpu(gpu):
 
 def inputs(dtype=BF16, dims=(128, 128), **options) -> tuple[Any, ...]:
     """(q, k, v); for FP8 with a descale of its own for each (batch, head), for int8
-    with those of `quantize_qkv`."""
+    with those of `quantize_qkv`, on the CPU, which compiles it in less time."""
     if dtype == INT8:
-        return as_int8(*make(dims=dims, **options))
+        with jax.default_device(jax.devices("cpu")[0]):
+            return as_int8(*make(dims=dims, **options))
     if dtype != FP8:
         return make(dims=dims, dtype=dtype, **options)
     return tuple(quantize(x) for x in make(dims=dims, **options))
@@ -290,7 +291,7 @@ def test_int8_error_within_its_bar(name, dims):
     exact, _ = reference.attention(*raw, **descales)
     bar, _ = reference.fp8_attention(*raw, probabilities="exact row", **descales)
     error = relative(out[:, -256:], exact)
-    assert error < 1.25 * relative(bar, exact), error / relative(bar, exact)
+    assert error < 1.2 * relative(bar, exact), error / relative(bar, exact)
 
 
 @pytest.mark.parametrize("dims", DIMS)

@@ -13,14 +13,15 @@
 namespace zyfa::sm90 {
 
 constexpr int kPairs = kLogits / 2;
+constexpr float kTopCode = 120.0f - 0.45f;
 
 // For types whose logits stay in float32.
 struct NoLogits {
+  using Sums = float[kLogits];
+
   template <class Factors>
   ZYFA_DEVICE explicit NoLogits(const Factors&) {}
-  using Sums = float[kLogits];
 };
-constexpr float kTopCode = 120.0f - 0.45f;
 
 ZYFA_DEVICE uint32_t Twice(float x) { return PackHalves(x, x); }
 
