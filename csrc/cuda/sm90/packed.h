@@ -74,7 +74,8 @@ class HalfLogits {
   // largest ones of tiles.
   static ZYFA_DEVICE bool Take(float factor, float logit,
                                const Extremes& norms) {
-    constexpr float kMostLogit = 128.0f;
+    // A bound by norms: several times what logits of real models come to.
+    constexpr float kMostLogit = 512.0f;
     return logit * norms.most <= kMostLogit && 0x1p-12f <= factor &&
            factor <= 0x1p12f;
   }
