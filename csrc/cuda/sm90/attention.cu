@@ -10,28 +10,28 @@ namespace zyfa::sm90 {
 //   kTransposedValues: whether values lie transposed in the workspace
 //   kKeyScales: whether k_scale is for blocks of keys
 //   kPacks: whether logits are packed, as Packed says, where they can be
-struct Fp8 {
+struct OneByte {
+  static constexpr int kBytes = 1;
+  static constexpr bool kTransposedValues = true;
+  static constexpr bool kPacks = true;
+};
+
+struct Fp8 : OneByte {
   using Products = Fp8Products;
   using Softmax = Fp8Softmax<Fp8>;
   using Packed = HalfLogits;
   static constexpr cuda::InType kInType = cuda::InType::kE4m3;
-  static constexpr int kBytes = 1;
   static constexpr uint32_t kSignBits = 0x80808080;
-  static constexpr bool kTransposedValues = true;
   static constexpr bool kKeyScales = false;
-  static constexpr bool kPacks = true;
 };
 
-struct Int8 {
+struct Int8 : OneByte {
   using Products = Int8Products;
   using Softmax = Fp8Softmax<Int8>;
   using Packed = IntegerLogits;
   static constexpr cuda::InType kInType = cuda::InType::kI8;
-  static constexpr int kBytes = 1;
   static constexpr uint32_t kSignBits = 0;
-  static constexpr bool kTransposedValues = true;
   static constexpr bool kKeyScales = true;
-  static constexpr bool kPacks = true;
 };
 
 struct TwoBytes {

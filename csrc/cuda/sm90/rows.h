@@ -33,9 +33,8 @@ class LogitFactors {
  public:
   ZYFA_DEVICE LogitFactors(const AttentionArgs& args, const WorkItem& item,
                            const ThreadQueries& queries) {
-    const int64_t kv_head =
-        int64_t{item.kv_batch} * args.kv_heads + item.kv_head;
-    const float k_scale = Type::kKeyScales ? 1.0f : args.k_scale[kv_head];
+    const float k_scale =
+        Type::kKeyScales ? 1.0f : args.k_scale[item.KvHead(args)];
 #pragma unroll
     for (int row = 0; row < kThreadRows; ++row) {
       // A query beyond the last takes the last one's.
@@ -82,7 +81,7 @@ class LogitFactors {
 template <class Type>
 ZYFA_DEVICE float TileNumber(const AttentionArgs& args, const WorkItem& item,
                              int tile) {
-  const int64_t kv_head = int64_t{item.kv_batch} * args.kv_heads + item.kv_head;
+  const int64_t kv_head = item.KvHead(args);
   if constexpr (Type::kKeyScales) {
     const int scale = args.kv_block > 0 ? tile * kKeyBlock / args.kv_block : 0;
     return args.k_scale[kv_head * args.k_scales + scale];

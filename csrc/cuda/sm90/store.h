@@ -95,7 +95,7 @@ template <class Out, class Softmax>
 ZYFA_DEVICE void StoreRows(const AttentionArgs& args, const WorkItem& item,
                            const ThreadQueries& queries,
                            const Softmax& softmax) {
-  const int64_t kv_head = int64_t{item.kv_batch} * args.kv_heads + item.kv_head;
+  const int64_t kv_head = item.KvHead(args);
   const float* const v_scale =
       args.v_scale + (args.v_channels ? kv_head * kValueDim : kv_head);
 #pragma unroll

@@ -73,6 +73,11 @@ struct WorkItem {
   Extremes numbers;             // of the tiles: see TileNumber
   bool negative;                // whether logits' factors are below zero
   bool valid;                   // false: no items are left
+
+  // Among the heads of keys and values of all batches.
+  ZYFA_DEVICE int64_t KvHead(const AttentionArgs& args) const {
+    return int64_t{kv_batch} * args.kv_heads + kv_head;
+  }
 };
 
 // The queries of one thread: `first` and the one 8 further on.
