@@ -5,6 +5,7 @@ import itertools
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 from _oracle import BF16
 
@@ -130,6 +131,24 @@ def unbalanced(
         )
     )
     return [x.astype(dtype) for x in (q * loud, k / loud, v)]
+
+
+def extremes(*, dtype, **options):
+    """`unbalanced` with the largest and the least normal numbers, and with zeros."""
+    info = ml_dtypes.finfo(dtype)
+    for extreme in (info.max, info.smallest_normal, 0):
+        inputs = unbalanced(dtype=dtype, **options)
+        for x in inputs:
+            x[:, ::2] = extreme
+            x[:, ::4, :, ::2] *= -1
+        yield inputs
+
+
+def assert_finite(z):
+    for y in z:
+        assert np.isfinite(np.asarray(y.values, np.float32)).all()
+        assert np.isfinite(np.asarray(y.descale)).all()
+        assert (np.asarray(y.descale) > 0).all()
 
 
 def assert_same_together(
