@@ -20,6 +20,14 @@ constexpr int kRotatedLanes = 8;  // that hold a row of a matrix, at most
 constexpr int kStatistics = 5;
 constexpr float kSumScale = 1.0f / 256;
 
+// What the kernels of every platform compute with, as the definition in jnp.
+constexpr float kInverseFp8Max = 1.0f / 448.0f;
+constexpr float kInt8Max = 127.0f;
+constexpr float kInverseInt8Max = 1.0f / kInt8Max;
+constexpr float kSmallestNormal = 0x1p-126f;
+constexpr uint32_t kInfinityBits = 0x7f800000u;
+constexpr float kGuardAbove = 0x1p64f;
+
 // A kernel rounds x, less the mean, times the weight and rotated, by given
 // descales; or finds the descale of each tile or token; or both. Or it measures
 // each tile.

@@ -178,7 +178,6 @@ ZYFA_DEVICE void QuantizeInt8(const QuantizeArgs& args) {
     }
     if (!finite) warp.ForNaN([&](int token) { to[token] = of_nan; });
   };
-  constexpr float kInverseMax = 1.0f / kInt8Max;
   float inverse[kSlots];
   if constexpr (kByToken) {
     __shared__ uint32_t of_rows[gpu::kQuantizeTokens];
@@ -187,7 +186,8 @@ ZYFA_DEVICE void QuantizeInt8(const QuantizeArgs& args) {
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) {
       const bool zero = of_row[i] == 0.0f;
-      const float descale = zero ? guard : DescaleOf(of_row[i], kInverseMax);
+      const float descale =
+          zero ? guard : DescaleOf(of_row[i], kInverseInt8Max);
       inverse[i] = warp.Norm() / descale;
       of_row[i] = descale / guard;
     }
@@ -198,7 +198,7 @@ ZYFA_DEVICE void QuantizeInt8(const QuantizeArgs& args) {
     store_of_rows(args.nan, [](int) { return uint8_t{0}; }, uint8_t{1});
     largest = finite ? largest * warp.Norm() : warp.LargestFinite();
     const float descale =
-        guard * FindDescale(args, tile, largest, kInverseMax, guard);
+        guard * FindDescale(args, tile, largest, kInverseInt8Max, guard);
 #pragma unroll
     for (float& x : inverse) x = warp.Norm() / descale;
   }

@@ -15,14 +15,15 @@
 namespace zyfa::sm90 {
 
 using gpu::kChunk;
+using gpu::kGuardAbove;
+using gpu::kInfinityBits;
+using gpu::kInt8Max;
+using gpu::kInverseFp8Max;
+using gpu::kInverseInt8Max;
+using gpu::kSmallestNormal;
 using gpu::QuantizeArgs;
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
-constexpr float kInverseFp8Max = 1.0f / 448.0f;
-constexpr float kInt8Max = 127.0f;
-constexpr float kSmallestNormal = 0x1p-126f;
-constexpr uint32_t kInfinityBits = 0x7f800000u;
-constexpr float kGuardAbove = 0x1p64f;
 
 using Chunk = float[kChunk];
 

@@ -11,16 +11,16 @@
 namespace zyfa::gfx950 {
 
 using gpu::kChunk;
+using gpu::kGuardAbove;
+using gpu::kInfinityBits;
+using gpu::kInt8Max;
+using gpu::kInverseFp8Max;
+using gpu::kInverseInt8Max;
+using gpu::kSmallestNormal;
 using gpu::QuantizeArgs;
 
 constexpr int kQuantizeWaves = rocm::kQuantizeThreads / 64;
 constexpr int kPairs = kChunk / 2;
-constexpr float kInverseFp8Max = 1.0f / 448.0f;
-constexpr float kInt8Max = 127.0f;
-constexpr float kInverseInt8Max = 1.0f / kInt8Max;
-constexpr float kSmallestNormal = 0x1p-126f;
-constexpr uint32_t kInfinityBits = 0x7f800000u;
-constexpr float kGuardAbove = 0x1p64f;
 
 using Chunk = F32x2[kPairs];
 
